@@ -80,7 +80,7 @@ class RefusedWorker(LibraryJob):
 
     def _ask(self) -> None:
         with suppress(OutOfMemory):
-            self._model.allocate(FAR_TOO_MUCH, wait=0).close()
+            self._model.allocate(FAR_TOO_MUCH, timeout=0).close()
 
 
 class Borrower(LibraryJob):
@@ -109,9 +109,9 @@ class Borrower(LibraryJob):
             while True:
                 with self._growing:
                     if self._answer_seconds is None:
-                        self._pool.prepare(self._pool.physical_usage_bytes + PAGE, wait=0)
+                        self._pool.prepare(self._pool.physical_usage_bytes + PAGE, timeout=0)
                     else:
-                        self._pool.grow(PAGE, wait=0)
+                        self._pool.grow(PAGE, timeout=0)
 
 
 class Claimant(LibraryJob):
@@ -131,7 +131,7 @@ class Claimant(LibraryJob):
             time.sleep(PAUSE_SECONDS)
 
     def _wait(self) -> None:
-        self._held.append(self._model.allocate(ASKED, wait=10))
+        self._held.append(self._model.allocate(ASKED, timeout=10))
 
 
 class RawJob(Job):

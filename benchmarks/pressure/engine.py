@@ -100,7 +100,7 @@ class Engine:
         """Borrow pages for a sequence, one call for each. Return False when one is refused."""
         for _ in range(count):
             kind = self.kind()
-            options = {"wait": WAIT_SECONDS[kind]} if self.answers else {}
+            options = {"timeout": WAIT_SECONDS[kind]} if self.answers else {}
             began = time.perf_counter_ns()
             try:
                 address = self.pool.allocate_anywhere(self.page, **options)

@@ -4,7 +4,7 @@
 
     async with aio.connect() as client:
         model = await client.model("m")
-        async with model.allocate("8GiB", wait=60) as buffer:
+        async with model.allocate("8GiB", timeout=60) as buffer:
             ...
 
 Owns the threads in which the calls run, because mapping memory takes its time on any path, and what becomes of a call
@@ -268,7 +268,7 @@ class AsyncModel(_Wrapper[Model]):
     """A model whose calls can be awaited: each is the method of `Model` with its name.
 
     `allocate`, `growable_buffer` and `create_segment` return the library's own objects. Their calls that may wait are
-    made by `run`: `await aio.run(buffer.grow, "1GiB", wait=5)`.
+    made by `run`: `await aio.run(buffer.grow, "1GiB", timeout=5)`.
     """
 
     pool = _call_for(Model.pool, AsyncPool)

@@ -116,17 +116,17 @@ def seconds_of(what: str, seconds: float, *, positive: bool = False) -> float:
     return float(seconds)
 
 
-def deadline_of(wait: float | None) -> float | None:
-    """Return when a call that waits `wait` seconds for memory ends, on the monotonic clock; None if it does not say.
+def deadline_of(timeout: float | None) -> float | None:
+    """Return when a call that waits `timeout` seconds for memory ends, on the monotonic clock; None if it does not say.
 
     Raises `InvalidRequest` for anything but 0 to 24 hours.
     """
-    if wait is None:
+    if timeout is None:
         return None
-    is_number = isinstance(wait, Real) and not isinstance(wait, bool)
-    if not is_number or not 0 <= wait <= MAX_WAIT_SECONDS:
-        raise InvalidRequest(f"wait is a number of seconds, 0 or more and at most 24 hours, not {wait!r}")
-    return time.monotonic() + float(wait)
+    is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if not is_number or not 0 <= timeout <= MAX_WAIT_SECONDS:
+        raise InvalidRequest(f"timeout is a number of seconds, 0 or more and at most 24 hours, not {timeout!r}")
+    return time.monotonic() + float(timeout)
 
 
 def check_progress(progress: Progress | None) -> None:

@@ -22,7 +22,7 @@ class CancelScope:
     nothing to give up. Scopes nest, and an outer one ends the calls of the inner ones. A block is entered once.
 
         with membroker.CancelScope() as scope:
-            buffer = model.allocate("8GiB", wait=60)  # elsewhere: scope.cancel()
+            buffer = model.allocate("8GiB", timeout=60)  # elsewhere: scope.cancel()
     """
 
     def __init__(self) -> None:

@@ -147,10 +147,10 @@ class Model:
             self, capacity, page_size=page_size, location=location, spare_pages=spare_pages, ahead=ahead
         )
 
-    def allocate(self, size: Size, location: Location | str = Location.DEVICE, *, wait: float | None = None) -> Buffer:
+    def allocate(self, size: Size, location: Location | str = Location.DEVICE, *, timeout: float | None = None) -> Buffer:
         """Borrow one contiguous extent of at least `size` bytes, map it, and return it as a buffer.
 
-        `wait` is how many seconds the call may wait until the broker has enough free memory, from 0 (not at all) to 24
+        `timeout` is how many seconds the call may wait until the broker has enough free memory, from 0 (not at all) to 24
         hours. The time also runs while the broker is away. By default a request within the model's guarantee waits as
         long as the broker's configuration allows, and any other request does not wait. A request that exceeds the limit
         of the model or the tenant is refused at once.
@@ -160,7 +160,7 @@ class Model:
         device, and `ClosedError` when the client is closed; nothing is mapped or charged then.
         """
         self._session.check_open()
-        return Buffer(self, size, location, wait=wait)
+        return Buffer(self, size, location, timeout=timeout)
 
     def growable_buffer(
         self,
@@ -169,15 +169,15 @@ class Model:
         page_size: Size = GROWABLE_PAGE_SIZE,
         location: Location | str = Location.DEVICE,
         *,
-        wait: float | None = None,
+        timeout: float | None = None,
     ) -> GrowableBuffer:
         """Reserve addresses for `capacity` bytes, borrow memory for the first `size`, and return both as a buffer.
 
-        `wait` is that of `allocate`, for the first `size` bytes. Raises `InvalidPageSize` as `pool` does, and what
+        `timeout` is that of `allocate`, for the first `size` bytes. Raises `InvalidPageSize` as `pool` does, and what
         `allocate` raises; nothing is mapped or charged then.
         """
         self._session.check_open()
-        return GrowableBuffer(self, size, capacity, page_size=page_size, location=location, wait=wait)
+        return GrowableBuffer(self, size, capacity, page_size=page_size, location=location, timeout=timeout)
 
     def sparse_array(
         self,
@@ -202,13 +202,13 @@ class Model:
         size: Size,
         location: Location | str = Location.DEVICE,
         *,
-        wait: float | None = None,
+        timeout: float | None = None,
         delete_when_left: bool = False,
         replace: bool = False,
     ) -> Segment:
         """Create a segment: `size` bytes under a name, charged to this model once, that many processes can attach.
 
-        It is mapped writable in this process. Write it, then `seal` it. `wait` is that of `allocate`. With
+        It is mapped writable in this process. Write it, then `seal` it. `timeout` is that of `allocate`. With
         `delete_when_left` the broker deletes it, once sealed, when the last session has left it.
 
         `replace` makes the next version of a name that moves: for `current` a segment `current.version-1`,
@@ -221,7 +221,7 @@ class Model:
         self._session.check_open()
         self._source.check_may_borrow()
         create = create_version if replace else Segment.create
-        return create(self._session, self.resource_name, name, size, location, wait, delete_when_left=delete_when_left)
+        return create(self._session, self.resource_name, name, size, location, timeout, delete_when_left=delete_when_left)
 
     def declare(
         self,
@@ -229,12 +229,12 @@ class Model:
         location: Location | str = Location.DEVICE,
         *,
         recallable: bool = False,
-        wait: float | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Declare the total bytes that this process allocates for the model without the broker; the model is charged.
 
         Examples are its CUDA context, workspaces, and memory that it must export. It replaces the previous declaration,
-        and 0 ends it. Memory for offloaded pages is counted in addition. `wait` is that of `allocate`, by default 0.
+        and 0 ends it. Memory for offloaded pages is counted in addition. `timeout` is that of `allocate`, by default 0.
 
         `recallable`: this process can give the memory back, but only all of it, as a program whose GPU memory can be
         suspended (a guest). A recall of `on_recall` is then for all of it: declare 0 in the callback. Such memory is
@@ -245,7 +245,7 @@ class Model:
         `BrokerUnavailable` and `ClosedError`.
         """
         declared, place = arguments.bytes_of("a declaration", size), arguments.location_of(location)
-        until = arguments.deadline_of(wait)
+        until = arguments.deadline_of(timeout)
         self._session.check_open()
         self._session.declarations.say(self.resource_name, place, declared, recallable=recallable, until=until)
 

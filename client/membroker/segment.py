@@ -75,7 +75,7 @@ class Segment(ByteAccess):
         name: str,
         size: Size,
         location: Location | str,
-        wait: float | None,
+        timeout: float | None,
         *,
         delete_when_left: bool,
         on_sealed: Callable[[int], object] | None = None,
@@ -84,7 +84,7 @@ class Segment(ByteAccess):
 
         `on_sealed` is called with its generation once it is sealed.
         """
-        until = arguments.deadline_of(wait)
+        until = arguments.deadline_of(timeout)
         length = rounded_up("a segment", size, session.driver.device.granularity)
         place = location_to_wire(location_of(location))
         request = pb.CreateSegmentRequest(

@@ -111,16 +111,16 @@ class SharedMemoryPool(Closing):
         """
         return self._hosted(model_id).pool
 
-    def allocate_for_model(self, model_id: str, size: Size, *, wait: float | None = None) -> PoolRange:
+    def allocate_for_model(self, model_id: str, size: Size, *, timeout: float | None = None) -> PoolRange:
         """Back `size` bytes for a model, and return their range. Its address is constant until they are freed or moved.
 
-        They begin at a page, in the lowest free run of pages that holds them. `wait` is that of
+        They begin at a page, in the lowest free run of pages that holds them. `timeout` is that of
         `VirtualMemoryPool.allocate`: nothing waits for room within `physical_limit`. Raises `ModelNotFound`,
         `OutOfPhysicalMemory` with the requested and the available bytes, `OutOfVirtualMemory` if the model has no free
         run of addresses that is long enough, and otherwise what `VirtualMemoryPool.allocate` raises; nothing has
         changed then.
         """
-        return self.pool(model_id).allocate_anywhere(size, wait=wait)
+        return self.pool(model_id).allocate_anywhere(size, timeout=timeout)
 
     def deallocate_for_model(self, model_id: str, offset: int, size: Size) -> None:
         """Release every page that [offset, offset + size) of a model touches.

@@ -37,12 +37,12 @@ def create_version(
     name: str,
     size: Size,
     location: Location | str,
-    wait: float | None,
+    timeout: float | None,
     *,
     delete_when_left: bool,
 ) -> Segment:
     """Create the next version of a name, under a model's resource name. Its seal deletes those that are older."""
-    until = arguments.deadline_of(wait)
+    until = arguments.deadline_of(timeout)
     whole = f"{model}/segments/{arguments.name_of('segment', name)}"
     number = 1 + max((_number(row.name) for row in _versions(session, whole)), default=0)
     while True:

@@ -104,7 +104,7 @@ class TestLending:
             return True
 
         def note(size: int, **options: Any) -> Any:
-            waits.append(options.get("wait"))
+            waits.append(options.get("timeout"))
             return lend(size, **options)
 
         self.empty = empty

@@ -163,7 +163,7 @@ class TestEmpty:
                     with pytest.raises(membroker.InvalidRequest):
                         adapter.empty(source, shape, dtype)
                 with pytest.raises((membroker.OutOfMemory, membroker.OutOfVirtualMemory)):
-                    adapter.empty(source, (1 << 30,), "F32", wait=0)
+                    adapter.empty(source, (1 << 30,), "F32", timeout=0)
                 nothing = adapter.empty(source, (0, 5), "BF16")
                 assert (nothing.shape, nothing.dtype) == ((0, 5), torch.bfloat16)
             assert model.used_bytes == 0

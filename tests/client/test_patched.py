@@ -32,7 +32,7 @@ def main():
         client.delete_segment("m/weights")
         def borrow():
             for _ in range(10):
-                with model.allocate("4MiB", wait=60):
+                with model.allocate("4MiB", timeout=60):
                     pass
         threads = [threading.Thread(target=borrow) for _ in range(8)]
         for thread in threads:
@@ -87,7 +87,7 @@ with membroker.connect(ENDPOINT) as client:
     held = model.allocate("4MiB")
     rest = client.model("all").allocate("252MiB")
     other = client.model("o")
-    waiting = gevent.spawn(lambda: other.allocate("4MiB", wait=600).close())
+    waiting = gevent.spawn(lambda: other.allocate("4MiB", timeout=600).close())
     while not other.stats().books["device"].waiting_requests:
         gevent.sleep(0.01)
     held.close()

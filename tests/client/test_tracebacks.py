@@ -151,7 +151,7 @@ with membroker.connect(sys.argv[1]) as client:
 """
 
 
-@pytest.mark.parametrize("wait", ["pool.allocate(0, '512MiB', wait=600)", "model.allocate('512MiB', wait=600)"])
+@pytest.mark.parametrize("wait", ["pool.allocate(0, '512MiB', timeout=600)", "model.allocate('512MiB', timeout=600)"])
 def test_an_interrupt_ends_at_the_callers_line(daemon: Daemon, client: membroker.Client, wait: str) -> None:
     """Ctrl-C in a wait shows the line that waits, and nothing of the library."""
     program = PROGRAM.replace("WAIT", wait.replace("512MiB", "200MiB"))

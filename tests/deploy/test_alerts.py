@@ -330,11 +330,11 @@ def _guarantee_what_is_lent(daemon: Daemon, watch: Prometheus) -> None:
             owner.do("model = client.model('owner')")
 
             def fires_amid_refusals() -> bool:
-                assert owner.refused("model.allocate(128 * MIB, wait=0.05)").reason == "CAPACITY"
+                assert owner.refused("model.allocate(128 * MIB, timeout=0.05)").reason == "CAPACITY"
                 return watch.firing() >= {"MembrokerGuaranteedRequestRefused", "MembrokerCapacityRefused"}
 
             until(fires_amid_refusals, DEADLINE_SECONDS)
-            owner.begin("model.allocate(128 * MIB, wait=3600).close()")
+            owner.begin("model.allocate(128 * MIB, timeout=3600).close()")
             watch.until_fired("MembrokerLongWaits")
             one.do("pool.close(); client.close()")
             owner.result()

@@ -141,7 +141,7 @@ def _work(night: membroker.Model, chat: membroker.Model, over: threading.Event) 
         with suppress(membroker.OutOfMemory):
             chat.allocate("200MiB")
         with suppress(membroker.OutOfMemory):
-            night.allocate("200MiB", wait=0.5)
+            night.allocate("200MiB", timeout=0.5)
 
 
 def test_no_alert_fires_in_a_quiet_hour(tmp_path: Path) -> None:

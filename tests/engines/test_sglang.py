@@ -124,7 +124,7 @@ def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(story: St
         story.check(engine, "burst")
         assert used(daemon, "chat") > 96 * unit
         began = time.monotonic()
-        with owner.allocate(96 * unit, wait=600.0):
+        with owner.allocate(96 * unit, timeout=600.0):
             story.state("recalled from an idle engine in", f"{time.monotonic() - began:.2f} s")
             assert used(daemon, "chat") <= 48 * unit
             story.check(engine, "few")
@@ -132,7 +132,7 @@ def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(story: St
         engine.ask(*story.batches["long"])
         until(lambda: in_use(engine, before) * story.build.token_bytes > 64 * unit)
         began = time.monotonic()
-        with owner.allocate(96 * unit, wait=600.0):
+        with owner.allocate(96 * unit, timeout=600.0):
             story.state("recalled from a busy engine in", f"{time.monotonic() - began:.2f} s")
             assert used(daemon, "chat") <= 48 * unit
             assert engine.is_busy, "the memory came when the requests had ended"
@@ -168,7 +168,7 @@ def test_an_engine_sleeps_by_command_and_by_itself_and_wakes_with_the_same_token
         until(lambda: used(daemon, "chat") > 32 * unit)
         assert "chat is busy" in refused_at_once(daemon, "sleep", "chat", "--timeout", "0.2")
         story.compare(engine.answer(), "long")
-        with blue.model("owner").allocate(144 * unit, wait=600.0):
+        with blue.model("owner").allocate(144 * unit, timeout=600.0):
             assert books(daemon, "chat") == (0, 0), "nobody typed a command"
             engine.ask(*story.batches["one"])
             until(lambda: not daemon.device().asleep_sessions)

@@ -101,12 +101,12 @@ def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(story: St
         assert 63 * unit < books[1].declared_bytes <= 64 * unit, "the host memory for preempted requests is charged"
         story.check(engine, "burst")
         assert used(daemon, "chat") > 96 * unit
-        with owner.allocate(96 * unit, wait=600.0):
+        with owner.allocate(96 * unit, timeout=600.0):
             assert used(daemon, "chat") <= 32 * unit
             story.check(engine, "few")
         engine.ask(*story.batches["long"])
         until(lambda: used(daemon, "chat") > 64 * unit)
-        with owner.allocate(96 * unit, wait=600.0):
+        with owner.allocate(96 * unit, timeout=600.0):
             assert used(daemon, "chat") <= 32 * unit
             assert engine.is_busy, "the memory came when the requests had ended"
             story.compare(engine.answer(), "long")

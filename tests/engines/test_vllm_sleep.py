@@ -212,7 +212,7 @@ def test_an_idle_engine_sleeps_by_itself_when_another_model_waits(
         membroker.connect(daemon.endpoint("blue")) as other,
     ):
         before = engine.ready().generate(*PROMPTS)
-        with other.model("owner").allocate(config["capacity"], wait=600.0):
+        with other.model("owner").allocate(config["capacity"], timeout=600.0):
             assert books(daemon, "chat").device == 0
             until(lambda: daemon.device().asleep_sessions)
             engine.ask(*PROMPTS)

@@ -69,7 +69,7 @@ class Ranks:
     def take_guarantee(self, stack: ExitStack) -> None:
         """Let another tenant of the second broker have what it is guaranteed, until the stack is closed."""
         owner = stack.enter_context(membroker.connect(self.daemons[1].endpoint("blue"))).model("owner")
-        stack.enter_context(owner.allocate(48 * self.story.unit, wait=600.0))
+        stack.enter_context(owner.allocate(48 * self.story.unit, timeout=600.0))
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -140,7 +140,7 @@ def test_a_request_that_waits_gets_the_memory(killing: Daemon) -> None:
         name = name_of(hung)
         hung.send(signal.SIGSTOP)
         other.connect(killing, "blue").do("model = client.model('search')")
-        other.begin("got = model.allocate('128MiB', wait=600); answer = got.size")
+        other.begin("got = model.allocate('128MiB', timeout=600); answer = got.size")
         until(lambda: killing.books().waiting_requests)
         assert evict(killing, name).name == name
         assert other.result() == 128 * MIB

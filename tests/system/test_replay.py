@@ -71,10 +71,10 @@ def _trade(daemon: Daemon) -> None:
         # Green has all that is not guaranteed to red, and lets red have some of it after a while.
         green.do("pool = model.pool(page_size=PAGE); pool.grow(160 * MIB)")
         assert green.refused("model.allocate(40 * MIB)").reason == "MODEL_LIMIT"
-        assert green.refused("model.allocate(8 * MIB, wait=0.2)").reason == "CAPACITY"
+        assert green.refused("model.allocate(8 * MIB, timeout=0.2)").reason == "CAPACITY"
         red.do("held = model.allocate(96 * MIB)")
         assert red.refused("model.allocate(8 * MIB)").reason == "CAPACITY"
-        red.begin("more = model.allocate(8 * MIB, wait=600)")
+        red.begin("more = model.allocate(8 * MIB, timeout=600)")
         until(lambda: waiting(daemon) == 1)
         green.do("pool.shrink(160 * MIB)")
         red.result()

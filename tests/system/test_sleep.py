@@ -274,7 +274,7 @@ def test_an_engine_of_the_library_sleeps_for_another_and_wakes_by_its_request() 
         cache.attach(engine)
         cache.rest()
         with membroker.connect(str(daemon.endpoint("blue"))) as other:
-            got = threads.submit(other.model("big").allocate, 48 * MIB, wait=3_600)
+            got = threads.submit(other.model("big").allocate, 48 * MIB, timeout=3_600)
             with got.result():
                 until(lambda: sleeper.state == "asleep")
                 until(lambda: daemon.device().asleep_sessions == 1)

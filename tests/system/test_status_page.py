@@ -111,7 +111,7 @@ def tenants_at_work() -> Iterator[tuple[Daemon, list[threading.Thread]]]:
 
 def _wait_in_vain(night: membroker.Model) -> None:
     with suppress(membroker.MembrokerError):  # the client is closed, or the others have left before it
-        night.allocate("4GiB", wait=600).close()
+        night.allocate("4GiB", timeout=600).close()
 
 
 def test_the_page_shows_what_metrics_tells() -> None:

@@ -28,7 +28,7 @@ _ADVICE = {
     "MODEL_LIMIT": "If an operator has set the limit, `membroker quota set {model} --limit SIZE` changes it. If the "
     "program has set it (`Client.model`, `membroker run --limit`), change it there.",
     "TENANT_LIMIT": "An operator can raise the limit: `membroker quota set {tenant} --limit SIZE`.",
-    "CAPACITY": "With `wait=` a request gets memory when others release it. With a guarantee or a weight "
+    "CAPACITY": "With `timeout=` a request gets memory when others release it. With a guarantee or a weight "
     "(`membroker quota set`) others have to release memory. `membroker models --admin` shows which models have it.",
     "DEVICE_FULL": "`membroker processes` names the processes that use more than they are charged.",
     "DRIVER_FAILED": "The daemon's log has what the driver said.",

@@ -391,7 +391,7 @@ class Guest:
 
     def _declare(self, size: int, wait: float = 0.0) -> None:
         is_firm = not self._settings.can_sleep or time.monotonic() < self._firm_until
-        self._model.declare(size, recallable=not is_firm, wait=wait)
+        self._model.declare(size, recallable=not is_firm, timeout=wait)
         self._declared, self._is_firm, self._declared_at = size, is_firm, time.monotonic()
 
     def _follow(self, using: list[UsingProcess], used: int) -> None:

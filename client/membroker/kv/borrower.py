@@ -94,7 +94,7 @@ class GroupBorrower:
         refusal: BaseException | None = None
         try:
             if is_needed:
-                self._pages.allocate_ranges(ranges, wait=ASK_SECONDS, wanted_bytes=wanted_bytes)
+                self._pages.allocate_ranges(ranges, timeout=ASK_SECONDS, wanted_bytes=wanted_bytes)
             else:
                 self._pages.allocate_ranges(ranges, ahead=True)
             if self._closed:  # `ElasticCache.close` may have ended before this answer

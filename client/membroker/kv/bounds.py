@@ -66,7 +66,7 @@ class Bounds:
             ahead=layout.bytes_of(0) if self.ahead is None else self.ahead,
             keep=self.keep,
             ceiling=self.ceiling,
-            wait=START_SECONDS,
+            timeout=START_SECONDS,
         )
 
     def check_fits(

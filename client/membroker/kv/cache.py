@@ -47,7 +47,7 @@ class ElasticCache(Closing):
     is kept mapped beyond what the engine needs, while no other model waits for memory. `keep` is the most that cached
     prefixes may occupy in pages that no request uses. `ceiling` is the most that is borrowed; with None only the
     model's limit applies. The blocks in `always`, such as a null block or blocks for padding, have memory from the
-    start, and the engine has them from the start. `wait` is how long the constructor may wait for their memory, as in
+    start, and the engine has them from the start. `timeout` is how long the constructor may wait for their memory, as in
     `VirtualMemoryPool.allocate`.
 
     While it is open, the cache answers the recalls of the pool's model, and replaces any callback that was set before.
@@ -69,7 +69,7 @@ class ElasticCache(Closing):
         keep: int | str = "2GiB",
         ceiling: int | str | None = None,
         always: Collection[int] = (0,),
-        wait: float | None = None,
+        timeout: float | None = None,
     ) -> None:
         self._pages = pages = pages_of(pool)
         if (layout.base, layout.page_size) != (pages.base_address, pages.page_size):
@@ -94,7 +94,7 @@ class ElasticCache(Closing):
         self._first_gone = False
         """Whether the groups that always have memory have none, because the engine sleeps."""
         first = self._first_ranges()
-        pages.allocate_ranges(first, wait=wait)
+        pages.allocate_ranges(first, timeout=timeout)
         for group in self._groups.first:
             self._groups.move(group, "asked")
             self._groups.move(group, "mapped")
@@ -250,15 +250,15 @@ class ElasticCache(Closing):
             self._first_gone = True  # also if the driver fails half way
             self._pages.deallocate_ranges(self._first_ranges())
 
-    def resume(self, wait: float | None = None) -> None:
+    def resume(self, timeout: float | None = None) -> None:
         """Borrow again what `release_always` released, and let the engine have blocks again.
 
-        `wait` is that of `VirtualMemoryPool.allocate`. Raises what `VirtualMemoryPool.allocate` raises; the cache then
+        `timeout` is that of `VirtualMemoryPool.allocate`. Raises what `VirtualMemoryPool.allocate` raises; the cache then
         stays suspended.
         """
         self._check_open()
         if self._first_gone:
-            self._pages.allocate_ranges(self._first_ranges(), wait=wait)
+            self._pages.allocate_ranges(self._first_ranges(), timeout=timeout)
             self._first_gone = False
         self._state.resume()
         self._borrower.retry()
@@ -304,13 +304,13 @@ class ElasticCache(Closing):
         self._check_open()
         return self._state.wait_for_ready(arguments.seconds_of("seconds", seconds))
 
-    def prepare(self, blocks: int, wait: float = 60.0) -> bool:
-        """Want `blocks` blocks in all, wait up to `wait` seconds for their memory, and return whether they have it.
+    def prepare(self, blocks: int, timeout: float = 60.0) -> bool:
+        """Want `blocks` blocks in all, wait up to `timeout` seconds for their memory, and return whether they have it.
 
         It is for the warm-up of an engine, before it serves. Raises `ClosedError` if the cache is closed, also during
         the wait.
         """
-        seconds = arguments.seconds_of("wait", wait)
+        seconds = arguments.seconds_of("timeout", timeout)
         self.want(blocks)
         has_come = self._state.wait_for(blocks, seconds)
         self._check_open()

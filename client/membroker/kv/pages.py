@@ -110,11 +110,11 @@ class PoolPages:
         return cast("Answering", self.pool.lender) if hasattr(self.pool.lender, "on_recall") else None
 
     def allocate_ranges(
-        self, ranges: Sequence[Range], *, wait: float | None = None, ahead: bool = False, wanted_bytes: int = 0
+        self, ranges: Sequence[Range], *, timeout: float | None = None, ahead: bool = False, wanted_bytes: int = 0
     ) -> None:
         """Back those without memory, all or none. Raises what `VirtualMemoryPool.allocate_ranges` raises."""
         missing = [span for span in ranges if not self.pool.is_mapped(*span)]
-        self.pool.allocate_ranges(missing, wait=wait, ahead=ahead, wanted_bytes=wanted_bytes)
+        self.pool.allocate_ranges(missing, timeout=timeout, ahead=ahead, wanted_bytes=wanted_bytes)
 
     def deallocate_ranges(self, ranges: Sequence[Range], *, after: Fence | None = None) -> None:
         """Release those with memory. Raises what `VirtualMemoryPool.deallocate_ranges` raises."""

@@ -71,8 +71,7 @@ class Ranks(Closing):
     def allocate_ranges(
         self,
         ranges: Sequence[Range],
-        *,
-        wait: float | None = None,
+        *, timeout: float | None = None,
         ahead: bool = False,
         wanted_bytes: int = 0,
     ) -> None:
@@ -81,7 +80,7 @@ class Ranks(Closing):
         The ranks are asked in their order. So if two engines want the last pages of several brokers, one of them gets
         all of these pages. Raises the error of the first rank that is refused.
         """
-        until = None if wait is None else time.monotonic() + arguments.seconds_of("wait", wait)
+        until = None if timeout is None else time.monotonic() + arguments.seconds_of("timeout", timeout)
         with ExitStack() as undo:
             for rank in self._ranks:
                 left = None if until is None else max(0.0, until - time.monotonic())
@@ -183,10 +182,10 @@ class RankWeights:
             _ask_all(self._ranks, "offload")
         except MembrokerError:
             with suppress(MembrokerError):  # others have it already: then it comes back when the engine wakes
-                self.restore(wait=_UNDO_SECONDS, keep_pinned=False)
+                self.restore(timeout=_UNDO_SECONDS, keep_pinned=False)
             raise
 
-    def restore(self, *, wait: float | None, keep_pinned: bool) -> None:
+    def restore(self, *, timeout: float | None, keep_pinned: bool) -> None:
         """Copy back what is on the host, in all ranks at the same time, as `VirtualMemoryPool.restore` does.
 
         Raises what the first rank raises that is refused. The others keep what they have, and the next call goes on.

@@ -341,8 +341,8 @@ class Sleeper(Closing):
             asked = time.monotonic()
             try:
                 if self._weights is not None:
-                    self._weights.restore(wait=BORROW_SECONDS, keep_pinned=self._keep_pinned)
-                self._cache.resume(wait=BORROW_SECONDS)
+                    self._weights.restore(timeout=BORROW_SECONDS, keep_pinned=self._keep_pinned)
+                self._cache.resume(timeout=BORROW_SECONDS)
                 break
             except (ClosedError, SessionLost):
                 raise

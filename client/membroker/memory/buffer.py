@@ -26,7 +26,7 @@ class Buffer(ByteAccess):
     """`size` bytes at `address`, borrowed from a source. A context manager. `Model.allocate` makes it.
 
     `size` is in bytes, or text such as `"8MiB"`. New memory is zero. On GPUs this was measured, but CUDA does not
-    promise it. The host driver gets zeroed pages from the kernel. `wait` is that of `Model.allocate`.
+    promise it. The host driver gets zeroed pages from the kernel. `timeout` is that of `Model.allocate`.
 
     Raises `InvalidRequest`, `OutOfMemory` with the level that refused, `DeviceFailure`, `DescriptorLimit`,
     `BrokerUnavailable` and `ClosedError`; nothing is borrowed then.
@@ -38,9 +38,9 @@ class Buffer(ByteAccess):
         size: Size,
         location: Location | str = Location.DEVICE,
         *,
-        wait: float | None = None,
+        timeout: float | None = None,
     ) -> None:
-        until = None if wait is None else deadline_of(wait)
+        until = None if timeout is None else deadline_of(timeout)
         self._size = bytes_of("a buffer", size, at_least=1)
         self._location = location_of(location)
         device = source.driver.device

@@ -56,7 +56,7 @@ class GrowableBuffer(ByteAccess):
         page_size: Size = DEFAULT_PAGE_SIZE,
         location: Location | str = Location.DEVICE,
         *,
-        wait: float | None = None,
+        timeout: float | None = None,
     ) -> None:
         self._page_size = check_page_size(page_size, source.driver.device.granularity)
         self._location = location_of(location)
@@ -75,7 +75,7 @@ class GrowableBuffer(ByteAccess):
             self._holding = MappedMemory(self._source, self, self._capacity, "growable buffer")
         with Operation(self._holding) as operation:
             operation.undo.append(self._holding.end)
-            self.resize(first_size, wait=wait)
+            self.resize(first_size, timeout=timeout)
             operation.undo.clear()
 
     # What it is
@@ -102,10 +102,10 @@ class GrowableBuffer(ByteAccess):
 
     # Growing and shrinking
 
-    def resize(self, size: Size, *, wait: float | None = None) -> None:
+    def resize(self, size: Size, *, timeout: float | None = None) -> None:
         """Grow or shrink the buffer at its end to `size` bytes. All or nothing.
 
-        `wait` is how many seconds growing may wait for memory, as in `Model.allocate`. Another call that resizes waits
+        `timeout` is how many seconds growing may wait for memory, as in `Model.allocate`. Another call that resizes waits
         for this one meanwhile.
 
         Growing raises `OutOfVirtualMemory` beyond the capacity, `OutOfMemory` with the level that refused, `TooMany`,
@@ -114,7 +114,7 @@ class GrowableBuffer(ByteAccess):
         `DeviceFailure`, and `BufferError` while a view, a span or a tensor uses bytes that it would remove. Both raise
         `ClosedError`. After any of these errors the buffer is unchanged.
         """
-        target, until = bytes_of("a size", size), deadline_of(wait)
+        target, until = bytes_of("a size", size), deadline_of(timeout)
         with self._resizing() as operation:
             if target > self._capacity:
                 raise OutOfVirtualMemory(
@@ -124,12 +124,12 @@ class GrowableBuffer(ByteAccess):
                 )
             self._become(target, operation, until)
 
-    def grow(self, by: Size, *, wait: float | None = None) -> int:
+    def grow(self, by: Size, *, timeout: float | None = None) -> int:
         """Add `by` bytes at the end, and return the offset of the first one. Concurrent callers get disjoint ranges.
 
-        `wait` is that of `resize`. Raises what `resize` raises.
+        `timeout` is that of `resize`. Raises what `resize` raises.
         """
-        more, until = bytes_of("a growth", by), deadline_of(wait)
+        more, until = bytes_of("a growth", by), deadline_of(timeout)
         with self._resizing() as operation:
             offset = self._size
             if more > self._capacity - offset:

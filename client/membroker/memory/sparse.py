@@ -139,15 +139,15 @@ class SparseArray(AtAddress):
 
     # Copies in and out
 
-    def write(self, row: int, data: Any, *, wait: float | None = None) -> None:
+    def write(self, row: int, data: Any, *, timeout: float | None = None) -> None:
         """Copy whole rows, from any object with contiguous bytes, to `row` and the following rows.
 
-        All absent tiles get memory in one request, or none does. `wait` is how many seconds the call may wait for that
+        All absent tiles get memory in one request, or none does. `timeout` is how many seconds the call may wait for that
         memory, as in `Model.allocate`. Raises `InvalidOffset` for rows outside of the array,
         `InvalidRequest` for a part of a row, `OutOfMemory`, `DescriptorLimit`, `BrokerUnavailable`, `ClosedError`; the
         array is unchanged then. Raises `DeviceFailure`, after which some of the rows may have been written.
         """
-        source, until = contiguous_bytes("what rows are written from", data), deadline_of(wait)
+        source, until = contiguous_bytes("what rows are written from", data), deadline_of(timeout)
         rows, rest = divmod(len(source), self._row_size)
         if rest or not rows:
             raise InvalidRequest(f"{len(source)} bytes are no whole rows of {self._row_size} bytes")
@@ -210,13 +210,13 @@ class SparseArray(AtAddress):
                 raise NotMapped(f"tile {missing} has no memory: nothing was written there")
             return self._holding.span(self, offset, size)
 
-    def back(self, *tiles: int, wait: float | None = None) -> None:
+    def back(self, *tiles: int, timeout: float | None = None) -> None:
         """Borrow memory for those of these tiles that have none, in one request. All or nothing.
 
-        `wait` is that of `write`. Raises `InvalidOffset` for a tile outside of the array, `OutOfMemory`,
+        `timeout` is that of `write`. Raises `InvalidOffset` for a tile outside of the array, `OutOfMemory`,
         `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable` and `ClosedError`.
         """
-        self._borrow_missing(self._numbers(tiles), deadline_of(wait))
+        self._borrow_missing(self._numbers(tiles), deadline_of(timeout))
 
     def drop(self, *tiles: int) -> None:
         """Release tiles, after waiting for all work that this process has submitted to the device.

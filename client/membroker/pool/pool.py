@@ -163,10 +163,10 @@ class VirtualMemoryPool(Resource):
 
     # Backing addresses
 
-    def allocate(self, offset: SupportsIndex, size: Size, *, wait: float | None = None) -> PoolRange:
+    def allocate(self, offset: SupportsIndex, size: Size, *, timeout: float | None = None) -> PoolRange:
         """Back every page that [offset, offset + size) touches, and return the range, an int: the address of `offset`.
 
-        `wait` is how many seconds the call may wait until the broker has enough free memory for all missing pages
+        `timeout` is how many seconds the call may wait until the broker has enough free memory for all missing pages
         together, from 0 (not at all) to 24 hours. By default a request within the model's guarantee waits as long as
         the broker's configuration allows, and any other request does not wait. A request that exceeds the limit of the
         model or the tenant is refused at once. Without a broker no call waits. While the call waits, other calls on
@@ -179,7 +179,7 @@ class VirtualMemoryPool(Resource):
         requests wait already, `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable`, `ClosedError`.
         """
         try:
-            until = None if wait is None else deadline_of(wait)
+            until = None if timeout is None else deadline_of(timeout)
             self._holding.check_open()
             offset, length, pages = self._checked(offset, size)
             self._backing.back([pages], size, until, within=(offset % self._page_size,))
@@ -192,19 +192,19 @@ class VirtualMemoryPool(Resource):
         self,
         ranges: Iterable[tuple[SupportsIndex, Size]],
         *,
-        wait: float | None = None,
+        timeout: float | None = None,
         ahead: bool = False,
         wanted_bytes: Size = 0,
     ) -> None:
         """Back every page that any of the ranges touches, in one request: all of them, or none.
 
-        A range is an offset and a size, as for `allocate`, and no two ranges may touch the same page. `wait` is that of
+        A range is an offset and a size, as for `allocate`, and no two ranges may touch the same page. `timeout` is that of
         `allocate`. With `ahead`, the memory is requested ahead of need: the broker lends it only if nobody waits for
         memory, and the call does not wait. `wanted_bytes` is for a program that will allocate more soon: the total that
         it wants, including this call. While the call waits, the broker recalls that total from others at once. Raises
         what `allocate` raises, and `InvalidRequest` for ranges that share a page.
         """
-        until, wanted = deadline_of(wait), bytes_of("wanted_bytes", wanted_bytes)
+        until, wanted = deadline_of(timeout), bytes_of("wanted_bytes", wanted_bytes)
         self._holding.check_open()
         offsets, runs = self._touched_by(ranges)
         if runs:
@@ -212,7 +212,7 @@ class VirtualMemoryPool(Resource):
             size = sum(map(len, runs)) * self._page_size
             self._backing.back(runs, size, until, within=within, ahead=ahead, wanted_bytes=wanted)
 
-    def allocate_anywhere(self, size: Size, alignment: Size = 0, *, wait: float | None = None) -> PoolRange:
+    def allocate_anywhere(self, size: Size, alignment: Size = 0, *, timeout: float | None = None) -> PoolRange:
         """Back `size` bytes in the lowest free run of pages that holds them, and return the range, an int: its address.
 
         The address is a multiple of the page size and of `alignment`, a power of two in bytes. Spare pages count as
@@ -221,7 +221,7 @@ class VirtualMemoryPool(Resource):
         raises.
         """
         try:
-            until = deadline_of(wait)
+            until = deadline_of(timeout)
             self._holding.check_open()
             length = bytes_of("a size", size, at_least=1)
             align = bytes_of("an alignment", alignment) if alignment != 0 else 0
@@ -236,15 +236,15 @@ class VirtualMemoryPool(Resource):
         offset = pages.start * self._page_size
         return range_of(self, base + offset, offset, length)
 
-    def grow(self, size: Size, *, wait: float | None = None) -> PoolRange:
+    def grow(self, size: Size, *, timeout: float | None = None) -> PoolRange:
         """Back the first `size` bytes after the highest allocated page, and return the range, an int: their address.
 
         Holes below stay as they are. A page that another thread is backing counts as allocated, so concurrent callers
-        get neighbouring ranges. `wait` is that of `allocate`. Raises `OutOfVirtualMemory` beyond the capacity, and
+        get neighbouring ranges. `timeout` is that of `allocate`. Raises `OutOfVirtualMemory` beyond the capacity, and
         otherwise what `allocate` raises.
         """
         try:
-            until = deadline_of(wait)
+            until = deadline_of(timeout)
             self._holding.check_open()
             length = bytes_of("a size", size, at_least=1)
             pages = self._backing.back_found(Search(length, above=True), until)
@@ -264,13 +264,13 @@ class VirtualMemoryPool(Resource):
         length = bytes_of("a size", size, at_least=1)
         self._backing.drop_below(length)
 
-    def prepare(self, size: Size, *, wait: float | None = None) -> None:
+    def prepare(self, size: Size, *, timeout: float | None = None) -> None:
         """Back the next `size` bytes after the highest allocated page ahead of need, as spare pages.
 
         The next `grow`, or `allocate` there, needs no call to the broker. The pages are charged from now on, in
-        addition to `spare_pages`. `wait` is that of `allocate`. Raises what `grow` raises.
+        addition to `spare_pages`. `timeout` is that of `allocate`. Raises what `grow` raises.
         """
-        until = deadline_of(wait)
+        until = deadline_of(timeout)
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
         self._backing.prepare(Search(length, above=True), until)
@@ -439,20 +439,20 @@ class VirtualMemoryPool(Resource):
         *,
         progress: Progress | None = None,
         keep_pinned: bool = False,
-        wait: float | None = None,
+        timeout: float | None = None,
     ) -> int:
         """Borrow memory for the offloaded pages of [offset, offset + size), and copy their bytes back.
 
         The pages keep their addresses and their access. Without a range it restores the whole pool. It skips pages that
         are not offloaded. Pinned memory is freed and no longer declared. With `keep_pinned` it stays for the next
         `offload`, because pinning memory takes far longer than copying it. A segment stays as it is. Returns the number
-        of bytes copied; `progress` is that of `offload`, and `wait` that of `allocate`, in total for all pages.
+        of bytes copied; `progress` is that of `offload`, and `timeout` that of `allocate`, in total for all pages.
 
         Raises `OutOfMemory` when there is not enough memory: the pages restored until then stay restored, the rest
         stays offloaded, and `metadata` has `restored_bytes` and `offloaded_bytes`. The same is true for every error
         half way. Also raises the other errors of `allocate`, and `NotMapped` when another call is changing a page.
         """
-        until = deadline_of(wait)
+        until = deadline_of(timeout)
         self._holding.check_open()
         check_progress(progress)
         pages = self._touched_or_all(offset, size)
@@ -460,16 +460,16 @@ class VirtualMemoryPool(Resource):
             lambda: self._backing.restore(pages, progress, until, keep_pinned=keep_pinned), self._holding.interrupted
         )
 
-    def restore_from(self, segment: PageStore, *, progress: Progress | None = None, wait: float | None = None) -> int:
+    def restore_from(self, segment: PageStore, *, progress: Progress | None = None, timeout: float | None = None) -> int:
         """Restore pages that another pool, possibly of another process, has offloaded to `segment`.
 
         The pages keep their offsets, and nothing may be allocated there. The page size must divide their offsets and
         sizes. Afterwards the pages are as if this pool had offloaded and restored them, also after an error half way.
-        `wait` is that of `restore`. Returns the number of bytes copied. Raises `InvalidRequest` if `segment` is not a
+        `timeout` is that of `restore`. Returns the number of bytes copied. Raises `InvalidRequest` if `segment` is not a
         sealed segment of offloaded pages, or its pages do not fit this pool, `InvalidTensorIndex`, `AlreadyMapped`, and
         what `restore` raises.
         """
-        until = deadline_of(wait)
+        until = deadline_of(timeout)
         self._holding.check_open()
         check_progress(progress)
         check_segment(segment, self._holding.source.driver)

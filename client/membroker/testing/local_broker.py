@@ -123,7 +123,7 @@ class LocalBroker:
                 admin.set_quota(f"tenants/{NEIGHBOUR}", place, {"guarantee_bytes": wanted})
                 admin.set_quota(model.resource_name, place, {"guarantee_bytes": wanted})
                 try:
-                    model.declare(wanted, place, wait=_RECALL_SECONDS)
+                    model.declare(wanted, place, timeout=_RECALL_SECONDS)
                 finally:
                     model.declare(0, place)
                     admin.set_quota(model.resource_name, place, {"guarantee_bytes": None})

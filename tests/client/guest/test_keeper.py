@@ -50,7 +50,7 @@ class FakeModel:
         self.answer = callback
 
     def declare(
-        self, size: int, location: str = "device", *, recallable: bool = False, wait: float | None = None
+        self, size: int, location: str = "device", *, recallable: bool = False, timeout: float | None = None
     ) -> None:
         if location == "host":
             if size > self.host:

@@ -334,7 +334,7 @@ def test_prepare_and_attach(lender: Recalled) -> None:
             assert cache.prepare(20)
             pool.view(0, 20 * MIB)[:] = bytes(20 * MIB)
             lender.capacity = lender.lent_bytes
-            assert not cache.prepare(30, wait=0.1)
+            assert not cache.prepare(30, timeout=0.1)
             for call in (cache.grow, cache.turn, cache.rest, lambda: cache.shrink(1)):
                 with pytest.raises(InvalidRequest, match="attach"):
                     call()

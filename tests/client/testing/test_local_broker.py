@@ -64,8 +64,8 @@ def test_a_request_that_would_wait_is_refused_too(broker: LocalBroker) -> None:
         model = client.model("chat")
         broker.refuse_next()
         with pytest.raises(membroker.OutOfMemory):
-            model.allocate("2MiB", wait=DEADLINE_SECONDS)
-        model.allocate("2MiB", wait=DEADLINE_SECONDS).close()
+            model.allocate("2MiB", timeout=DEADLINE_SECONDS)
+        model.allocate("2MiB", timeout=DEADLINE_SECONDS).close()
 
 
 def test_a_recall_comes_and_is_answered(broker: LocalBroker) -> None:

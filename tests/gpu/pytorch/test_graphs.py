@@ -60,7 +60,7 @@ _TWO = """
         import os, time
         blue = membroker.connect(os.environ["BLUE"]).model("sure")
         def ask():
-            with blue.allocate("2GiB", wait=60) as found:
+            with blue.allocate("2GiB", timeout=60) as found:
                 told.append(found.size)
         told = []
         asking = threading.Thread(target=ask)

@@ -74,14 +74,14 @@ def test_no_wait_is_advised_for_more_than_the_broker_has(daemon: Daemon, red: me
     model = red.model("chat")
     with model.allocate("32MiB"):
         for size, advice in (
-            ("250MiB", "With `wait=` a request gets memory"),
+            ("250MiB", "With `timeout=` a request gets memory"),
             ("300MiB", "waiting does not help: ask for less"),
         ):
             with pytest.raises(membroker.OutOfMemory) as caught:
                 model.allocate(size)
             told = explain(daemon.endpoint("red"), caught.value.request)
             assert advice in told
-            assert ("`wait=`" in told) == (size == "250MiB")
+            assert ("`timeout=`" in told) == (size == "250MiB")
 
 
 def test_a_refusal_that_is_only_counted_is_told_by_its_count(daemon: Daemon, red: membroker.Client) -> None:
@@ -104,7 +104,7 @@ def test_a_wait_is_explained_while_it_lasts_and_after(
     """Blue waits for what red has. What the request would have been told without the wait is why it waited."""
     held = red.model("big").allocate("250MiB")
     model = blue.model("small")
-    waiter = threading.Thread(target=lambda: model.allocate("16MiB", wait=600).close())
+    waiter = threading.Thread(target=lambda: model.allocate("16MiB", timeout=600).close())
     waiter.start()
     (now,) = until(lambda: blue.decisions("small") if waiter.is_alive() else [])
     assert (now.kind, now.size_bytes, now.guaranteed) == ("waiting", 16 * MIB, False)
@@ -130,7 +130,7 @@ def test_a_wait_for_a_program_that_is_late_names_it_to_the_operator() -> None:
     config = {**GUARANTEED, "recall_seconds": 0.3}
     with running(config) as daemon, membroker.connect(daemon.endpoint("red")) as red:
         chat = red.model("chat")
-        waiter = threading.Thread(target=lambda: chat.allocate("64MiB", wait=600).close())
+        waiter = threading.Thread(target=lambda: chat.allocate("64MiB", timeout=600).close())
         with Session(daemon.endpoint("blue")) as blue:
             blue.borrow(blue.register("batch", answers_recalls=True), 64 * MIB, 4)
             waiter.start()

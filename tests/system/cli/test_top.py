@@ -149,7 +149,7 @@ def test_a_wait_shows_its_bytes_and_the_shares(daemon: Daemon, red: membroker.Cl
 
 def _wait_in_vain(model: membroker.Model) -> None:
     with suppress(membroker.MembrokerError):
-        model.allocate("512MiB", wait=600).close()
+        model.allocate("512MiB", timeout=600).close()
 
 
 def test_it_survives_a_resize(daemon: Daemon, red: membroker.Client) -> None:

@@ -92,7 +92,7 @@ def test_a_program(daemon: Daemon, run: Run) -> None:
             await aio.run(segment.close)
             await client.delete_segment("weights")
             grown = await model.growable_buffer(0, CAPACITY, PAGE)
-            assert await aio.run(grown.grow, PAGE, wait=1) == 0
+            assert await aio.run(grown.grow, PAGE, timeout=1) == 0
             await aio.run(grown.close)
             with pytest.raises(OutOfMemory):
                 await model.allocate(2 * CAPACITY)
@@ -111,14 +111,14 @@ def test_the_loop_goes_on_beside_waits(daemon: Daemon, run: Run) -> None:
             held = [await model.allocate(PAGE) for _ in range(CAPACITY // PAGE)]
 
             async def handle() -> None:
-                async with model.allocate(PAGE, wait=LONG):
+                async with model.allocate(PAGE, timeout=LONG):
                     pass
 
             handlers = [asyncio.create_task(handle()) for _ in range(64)]
             await until(lambda: waiting(daemon) == MOST_PATIENT)
             assert (await model.stats()).sessions == 1
             with pytest.raises(OutOfMemory):
-                await model.allocate(PAGE, wait=0)
+                await model.allocate(PAGE, timeout=0)
             assert not any(task.done() for task in handlers)
             await aio.run(held.pop().close)
             await asyncio.gather(*handlers)
@@ -129,12 +129,12 @@ def test_the_loop_goes_on_beside_waits(daemon: Daemon, run: Run) -> None:
 
 
 WAITS: dict[str, Callable[[aio.AsyncModel, aio.AsyncPool], Awaitable[Any]]] = {
-    "a buffer": lambda model, _: model.allocate(PAGE, wait=LONG),
-    "a growable buffer": lambda model, _: model.growable_buffer(PAGE, CAPACITY, PAGE, wait=LONG),
-    "a segment": lambda model, _: model.create_segment("s", PAGE, wait=LONG),
-    "pages": lambda _, pool: pool.allocate(0, PAGE, wait=LONG),
-    "pages anywhere": lambda _, pool: pool.allocate_anywhere(PAGE, wait=LONG),
-    "a pool that grows": lambda _, pool: pool.grow(PAGE, wait=LONG),
+    "a buffer": lambda model, _: model.allocate(PAGE, timeout=LONG),
+    "a growable buffer": lambda model, _: model.growable_buffer(PAGE, CAPACITY, PAGE, timeout=LONG),
+    "a segment": lambda model, _: model.create_segment("s", PAGE, timeout=LONG),
+    "pages": lambda _, pool: pool.allocate(0, PAGE, timeout=LONG),
+    "pages anywhere": lambda _, pool: pool.allocate_anywhere(PAGE, timeout=LONG),
+    "a pool that grows": lambda _, pool: pool.grow(PAGE, timeout=LONG),
 }
 
 
@@ -162,13 +162,13 @@ def test_tasks_are_cancelled(daemon: Daemon, run: Run) -> None:
                 assert daemon.books().lent_bytes == 0
                 await pool.free(await pool.allocate(0, CAPACITY))
             async with model.allocate(CAPACITY):
-                tasks = [asyncio.create_task(_as_task(model.allocate(PAGE, wait=LONG))) for _ in range(16)]
+                tasks = [asyncio.create_task(_as_task(model.allocate(PAGE, timeout=LONG))) for _ in range(16)]
                 await until(lambda: waiting(daemon) == MOST_PATIENT)
                 assert [type(await ended(task)) for task in tasks] == [asyncio.CancelledError] * 16
                 assert waiting(daemon) == 0
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.05):
-                        await model.allocate(PAGE, wait=LONG)
+                        await model.allocate(PAGE, timeout=LONG)
                 assert waiting(daemon) == 0
 
     run(main())
@@ -236,7 +236,7 @@ def test_a_coroutine_answers_recalls(daemon: Daemon, run: Run) -> None:
                     await aio.run(held.pop().close)
 
             await lender.on_recall(release)
-            async with needy.allocate(4 * PAGE, wait=LONG):
+            async with needy.allocate(4 * PAGE, timeout=LONG):
                 assert set(threads) == {threading.get_ident()}
             await lender.on_recall(None)
             for buffer in held:
@@ -260,7 +260,7 @@ def test_a_coroutine_for_recalls_fails(daemon: Daemon, run: Run) -> None:
 
             await lender.on_recall(fail)
             async with lender.allocate(CAPACITY):
-                task = asyncio.create_task(_as_task(needy.allocate(PAGE, wait=LONG)))
+                task = asyncio.create_task(_as_task(needy.allocate(PAGE, timeout=LONG)))
                 await asked.wait()
                 await until(lambda: lender.sync.pending_recall is None)
                 await ended(task)
@@ -276,7 +276,7 @@ def test_more_calls_than_threads(daemon: Daemon, run: Run, monkeypatch: pytest.M
         async with aio.connect(daemon.endpoint()) as client:
             model = await client.model("m")
             held = await model.allocate(CAPACITY)
-            tasks = [asyncio.create_task(_as_task(model.allocate(PAGE, wait=LONG))) for _ in range(25)]
+            tasks = [asyncio.create_task(_as_task(model.allocate(PAGE, timeout=LONG))) for _ in range(25)]
             await until(lambda: waiting(daemon) == MOST_PATIENT)
             refused = [task for task in tasks if task.done()]
             assert len(refused) >= 5
@@ -298,7 +298,7 @@ def test_a_loop_that_ends_first(daemon: Daemon) -> None:
         model = client.model("m")
         held = model.allocate(CAPACITY)
         loop = asyncio.new_event_loop()
-        waits = loop.create_task(_as_task(aio.AsyncModel(model).allocate(PAGE, wait=LONG)))
+        waits = loop.create_task(_as_task(aio.AsyncModel(model).allocate(PAGE, timeout=LONG)))
         loop.run_until_complete(until(lambda: waiting(daemon) == 1))
         loop.close()
         del waits

@@ -24,11 +24,11 @@ PAGE = 2 * MIB
 CAPACITY = 64 * MIB
 LONG = 600
 WAITS: dict[str, Callable[[membroker.Model], Any]] = {
-    "a buffer": lambda model: model.allocate(PAGE, wait=LONG),
-    "a segment": lambda model: model.create_segment("s", PAGE, wait=LONG),
-    "a growable buffer": lambda model: model.growable_buffer(PAGE, CAPACITY, PAGE, wait=LONG),
-    "pages": lambda model: model.pool(page_size=PAGE, virtual_capacity=CAPACITY).allocate(0, PAGE, wait=LONG),
-    "a declaration": lambda model: model.declare(PAGE, wait=LONG),
+    "a buffer": lambda model: model.allocate(PAGE, timeout=LONG),
+    "a segment": lambda model: model.create_segment("s", PAGE, timeout=LONG),
+    "a growable buffer": lambda model: model.growable_buffer(PAGE, CAPACITY, PAGE, timeout=LONG),
+    "pages": lambda model: model.pool(page_size=PAGE, virtual_capacity=CAPACITY).allocate(0, PAGE, timeout=LONG),
+    "a declaration": lambda model: model.declare(PAGE, timeout=LONG),
 }
 
 
@@ -109,8 +109,8 @@ def test_forty_handlers_give_up(daemon: Daemon, client: membroker.Client) -> Non
     model = client.model("m")
     held = model.allocate(CAPACITY)
     scopes = [membroker.CancelScope() for _ in range(40)]
-    callers = [in_scope(scope, lambda: model.allocate(PAGE, wait=LONG)) for scope in scopes]
-    stays = Caller(lambda: model.allocate(PAGE, wait=LONG))
+    callers = [in_scope(scope, lambda: model.allocate(PAGE, timeout=LONG)) for scope in scopes]
+    stays = Caller(lambda: model.allocate(PAGE, timeout=LONG))
     until(lambda: waiting(daemon) == MOST_PATIENT)
     for scope in scopes:
         scope.cancel()
@@ -129,9 +129,9 @@ def test_a_call_that_waits_for_another_call(daemon: Daemon, client: membroker.Cl
     grown = model.growable_buffer(0, CAPACITY, PAGE)
     with model.allocate(CAPACITY):
         first, second = membroker.CancelScope(), membroker.CancelScope()
-        one = in_scope(first, lambda: grown.grow(PAGE, wait=LONG))
+        one = in_scope(first, lambda: grown.grow(PAGE, timeout=LONG))
         until(lambda: waiting(daemon) == 1)
-        two = in_scope(second, lambda: grown.grow(PAGE, wait=LONG))
+        two = in_scope(second, lambda: grown.grow(PAGE, timeout=LONG))
         until(lambda: len(grown._turns._changed.waiting) == 1)
         second.cancel()
         assert isinstance(two.end().error, Cancelled)
@@ -153,7 +153,7 @@ def test_a_call_that_begins_while_the_client_closes(
     client = membroker.connect(daemon.endpoint())
     model = client.model("m")
     held = model.allocate(CAPACITY)
-    waits = [Caller(lambda: model.allocate(PAGE, wait=LONG)) for _ in range(others)]
+    waits = [Caller(lambda: model.allocate(PAGE, timeout=LONG)) for _ in range(others)]
     until(lambda: waiting(daemon) == others)
     reconnecting = client._session.reconnecting
     call = reconnecting.call
@@ -164,7 +164,7 @@ def test_a_call_that_begins_while_the_client_closes(
         return call(*args, **keywords)
 
     monkeypatch.setattr(reconnecting, "call", call_later)
-    late = Caller(lambda: model.allocate(CAPACITY, wait=LONG))
+    late = Caller(lambda: model.allocate(CAPACITY, timeout=LONG))
     assert reserved.wait(LONG)
     client.close()
     assert held.closed
@@ -179,7 +179,7 @@ def test_while_the_broker_is_away(daemon: Daemon) -> None:
     model = client.model("m")
     daemon.kill()
     scope = membroker.CancelScope()
-    caller = in_scope(scope, lambda: model.allocate(PAGE, wait=LONG))
+    caller = in_scope(scope, lambda: model.allocate(PAGE, timeout=LONG))
     until(lambda: bool(client._session.reconnecting._changed.waiting))
     scope.cancel()
     assert isinstance(caller.end().error, Cancelled)
@@ -198,7 +198,7 @@ def test_grants_and_cancellations_cross(daemon: Daemon, client: membroker.Client
     for _ in range(40):
         held = [model.allocate(PAGE) for _ in range(CAPACITY // PAGE)]
         scopes = [membroker.CancelScope() for _ in range(8)]
-        callers = [in_scope(scope, lambda: model.allocate(PAGE, wait=LONG)) for scope in scopes]
+        callers = [in_scope(scope, lambda: model.allocate(PAGE, timeout=LONG)) for scope in scopes]
         deeds: list[Callable[[], Any]] = [buffer.close for buffer in held] + [scope.cancel for scope in scopes]
         chance.shuffle(deeds)
         for deed in deeds:
@@ -222,6 +222,6 @@ def test_a_scope_ends_the_calls_in_the_blocks_within_it(client: membroker.Client
         inner = membroker.CancelScope()
         canceller = Caller(outer.cancel)
         with inner, pytest.raises(Cancelled):
-            model.allocate(CAPACITY, wait=LONG)
+            model.allocate(CAPACITY, timeout=LONG)
         canceller.end()
         assert inner.cancelled

@@ -214,10 +214,10 @@ def test_a_model_whose_cache_went_with_its_pool_answers_recalls() -> None:
         until(lambda: not any(thread.is_alive() for thread in cache._threads))
         other.allocate(0, 56 * MIB)
         with membroker.connect(daemon.endpoint("blue")) as blue, pytest.raises(membroker.OutOfMemory):
-            blue.model("m").allocate(32 * MIB, wait=2)
+            blue.model("m").allocate(32 * MIB, timeout=2)
         until(lambda: model.pending_recall is None)
         other.deallocate(0, PAGE)
-        other.allocate(0, PAGE, wait=600)  # a moment later: what was kept counts as late at first
+        other.allocate(0, PAGE, timeout=600)  # a moment later: what was kept counts as late at first
 
 
 @pytest.mark.parametrize("brokered", [True, False])
@@ -230,7 +230,7 @@ def test_a_cache_in_a_pool_of_a_shared_pool(daemon: Daemon, brokered: bool) -> N
         layout = Layout(pool.base_address, PAGE, 8, [Strided(pool.base_address, PAGE, PAGE)])
         with ElasticCache(pool, layout) as cache:
             assert cache.prepare(6)
-            assert not cache.prepare(7, wait=0.2)
+            assert not cache.prepare(7, timeout=0.2)
             assert shared.global_stats().physical_usage_bytes == 6 * PAGE
             shared.unregister_model("m")
         assert shared.global_stats().physical_usage_bytes == 0

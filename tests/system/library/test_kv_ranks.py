@@ -153,7 +153,7 @@ def test_a_recall_by_one_broker_takes_the_group_from_both(start: Start) -> None:
     engine.cache.rest()
     with ExitStack() as stack:
         (owner,) = owners(engine, stack, engine.daemons[1:])
-        stack.enter_context(owner.allocate(48 * MIB, wait=600))
+        stack.enter_context(owner.allocate(48 * MIB, timeout=600))
         until(lambda: max(engine.used()[0], engine.used()[1] - 48 * MIB) <= 16 * MIB)
     engine.toy.add(Request(60))
     engine.until(lambda: engine.toy.finished == 2)
@@ -171,7 +171,7 @@ def test_two_brokers_recall_at_a_time(start: Start) -> None:
         models = owners(engine, stack, engine.daemons)
         waiting = []
         for model, rank, size in zip(models, engine.ranks._ranks, sizes, strict=True):
-            waiting.append(pool.submit(partial(model.allocate, size, wait=600)))
+            waiting.append(pool.submit(partial(model.allocate, size, timeout=600)))
             until(lambda rank=rank: rank.recall)
         engine.until(lambda: all(one.done() for one in waiting))
         for one in waiting:
@@ -192,7 +192,7 @@ def test_a_recall_that_cannot_be_met_is_answered(start: Start, monkeypatch: pyte
     engine.until(lambda: engine.toy.running)
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         (owner,) = owners(engine, stack, engine.daemons[1:])
-        refused = pool.submit(partial(owner.allocate, 48 * MIB, wait=3.0))
+        refused = pool.submit(partial(owner.allocate, 48 * MIB, timeout=3.0))
         engine.until(refused.done)
         with pytest.raises(membroker.OutOfMemory):
             refused.result()

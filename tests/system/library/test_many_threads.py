@@ -46,12 +46,12 @@ def test_forty_handlers_while_memory_is_full(daemon: Daemon) -> None:
         model, other = client.model("m"), client.model("other")
         segment = other.create_segment("weights", PAGE)
         held = [other.allocate(PAGE) for _ in range(client.capacities["device"] // PAGE - 1)]
-        handlers = [Caller(lambda: model.allocate(PAGE, wait=LONG)) for _ in range(HANDLERS)]
+        handlers = [Caller(lambda: model.allocate(PAGE, timeout=LONG)) for _ in range(HANDLERS)]
         until(lambda: waiting(daemon) == MOST_PATIENT)
         reader = Caller(lambda: client.attach("weights", timeout=LONG))
         assert other.stats().name == other.resource_name
         with pytest.raises(OutOfMemory):
-            other.allocate(PAGE, wait=0)
+            other.allocate(PAGE, timeout=0)
         client.model("third").leave()
         segment.seal()
         reader.value().close()

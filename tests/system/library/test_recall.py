@@ -96,7 +96,7 @@ def test_what_a_callback_does_not_release_is_kept(daemon: Daemon, pair: tuple[Wo
     red, blue = pair
     blue.do("def fail(recall):\n    told.append(recall.size)\n    raise ValueError('a mistake in the callback')")
     filled(blue, "fail")
-    assert red.refused("model.allocate(64 * MIB, wait=0.5)").reason == "CAPACITY"
+    assert red.refused("model.allocate(64 * MIB, timeout=0.5)").reason == "CAPACITY"
     # The answer may come after the refusal.
     until(lambda: daemon.figure("membroker_recall_seconds_count", result="kept") >= 1)
     assert 1 <= blue.ask("len(told)") <= 4
@@ -118,9 +118,9 @@ def wake(recall):
     with worker() as other:
         other.connect(daemon, "red")
         other.do(PREPARE)
-        red.begin("held = model.allocate(32 * MIB, wait=600)")
+        red.begin("held = model.allocate(32 * MIB, timeout=600)")
         blue.do("waited_for(lambda: len(asked) == 1)")
-        other.begin("held = model.allocate(64 * MIB, wait=600)")
+        other.begin("held = model.allocate(64 * MIB, timeout=600)")
         blue.do("waited_for(lambda: len(asked) == 2)")
         assert blue.ask("asked[0][0] is asked[1][0] is model.pending_recall")
         assert blue.ask("[size for _, size in asked]") == [32 * MIB, 96 * MIB]
@@ -139,7 +139,7 @@ def test_a_forked_child_answers_nothing(daemon: Daemon, pair: tuple[Worker, Work
     """The child has the callback and the open recall of its parent, and neither does anything there."""
     red, blue = pair
     filled(blue, "lambda recall: membroker.DEFERRED")
-    red.begin("held = model.allocate(64 * MIB, wait=600)")
+    red.begin("held = model.allocate(64 * MIB, timeout=600)")
     blue.do("waited_for(lambda: model.pending_recall); recall = model.pending_recall")
     blue.do("""
 pid = os.fork()
@@ -165,7 +165,7 @@ def test_a_recall_goes_on_after_the_daemons_death(daemon: Daemon, pair: tuple[Wo
     """The daemon dies amid a recall. Both sessions resume, red's request is made again, and blue is asked again."""
     red, blue = pair
     filled(blue, "lambda recall: membroker.DEFERRED")
-    red.begin("held = model.allocate(64 * MIB, wait=600)")
+    red.begin("held = model.allocate(64 * MIB, timeout=600)")
     blue.do("waited_for(lambda: model.pending_recall); old = model.pending_recall")
     daemon.kill()
     blue.do("waited_for(lambda: model.pending_recall is None)")
@@ -215,7 +215,7 @@ def test_a_guest_is_asked_for_all_that_it_has() -> None:
         one.declare("200MiB", recallable=True)
         with pytest.raises(membroker.OutOfMemory):
             two.declare("200MiB", recallable=True)
-        waiting = Caller(lambda: two.declare("200MiB", recallable=True, wait=600))
+        waiting = Caller(lambda: two.declare("200MiB", recallable=True, timeout=600))
         recall = recalls.get()
         assert (recall.model, recall.size, recall.remaining) == (one, 200 * MIB, 200 * MIB)
         one.declare(0)

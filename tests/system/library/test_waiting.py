@@ -27,17 +27,17 @@ CAPACITY = 256 * MIB
 LONG = 600
 """Seconds that no test waits for."""
 CALLS = {
-    "a buffer": "held = model.allocate(64 * MIB, wait={wait})",
-    "pages": "held = pool.allocate(0, 64 * MIB, wait={wait})",
-    "pages anywhere": "held = pool.allocate_anywhere(64 * MIB, wait={wait})",
-    "a pool that grows": "held = pool.grow(64 * MIB, wait={wait})",
-    "spare pages": "pool.prepare(64 * MIB, wait={wait})",
-    "a growable buffer": "held = model.growable_buffer(64 * MIB, CAPACITY, PAGE, wait={wait})",
-    "a buffer that grows": "held = grown.grow(64 * MIB, wait={wait})",
-    "tiles": "held = array.back(*range(32), wait={wait})",
-    "rows": "held = array.write(0, bytes(64 * MIB), wait={wait})",
-    "a segment": "held = model.create_segment('s', 64 * MIB, wait={wait})",
-    "a shared pool": "held = shared.allocate_for_model('own', 64 * MIB, wait={wait})",
+    "a buffer": "held = model.allocate(64 * MIB, timeout={wait})",
+    "pages": "held = pool.allocate(0, 64 * MIB, timeout={wait})",
+    "pages anywhere": "held = pool.allocate_anywhere(64 * MIB, timeout={wait})",
+    "a pool that grows": "held = pool.grow(64 * MIB, timeout={wait})",
+    "spare pages": "pool.prepare(64 * MIB, timeout={wait})",
+    "a growable buffer": "held = model.growable_buffer(64 * MIB, CAPACITY, PAGE, timeout={wait})",
+    "a buffer that grows": "held = grown.grow(64 * MIB, timeout={wait})",
+    "tiles": "held = array.back(*range(32), timeout={wait})",
+    "rows": "held = array.write(0, bytes(64 * MIB), timeout={wait})",
+    "a segment": "held = model.create_segment('s', 64 * MIB, timeout={wait})",
+    "a shared pool": "held = shared.allocate_for_model('own', 64 * MIB, timeout={wait})",
 }
 PREPARE = f"""
 import threading, time
@@ -116,7 +116,7 @@ def test_a_release_grants_what_waits(daemon: Daemon, asker: Worker, transport: s
             assert waiting(daemon) == 0
             assert daemon.books().lent_bytes == CAPACITY
             asker.do("client.close()")
-            holder.do("buffers.append(other.allocate(64 * MIB, wait=600))")
+            holder.do("buffers.append(other.allocate(64 * MIB, timeout=600))")
             asker.connect(daemon, "red", transport)
             asker.do(PREPARE)
 
@@ -172,14 +172,14 @@ def test_an_error_has_the_numbers_of_the_share(daemon: Daemon, asker: Worker) ->
         third.do("third = client.model('third')")
         numbers = "(lambda one: [one.now_bytes, one.obtainable_bytes, one.share_bytes])(model.available())"
         assert asker.ask(numbers) == [CAPACITY // 2, CAPACITY // 2, CAPACITY // 2]
-        third.begin(f"third.allocate({CAPACITY}, wait={LONG})")
+        third.begin(f"third.allocate({CAPACITY}, timeout={LONG})")
         until(lambda: waiting(daemon) == 1)
         assert asker.ask(numbers) == [CAPACITY // 2, CAPACITY // 2, CAPACITY // 2], "red has borrowed nothing yet"
 
         def refused() -> Any:
             """Return the numbers, if the call was sent before its time was over."""
             asker.begin(
-                "try:\n    model.allocate(200 * MIB, wait=0.2)\n"
+                "try:\n    model.allocate(200 * MIB, timeout=0.2)\n"
                 "except membroker.OutOfMemory as error:\n"
                 "    answer = [error.share_bytes, error.obtainable_bytes, error.available_bytes]\n"
                 "    answer.append(error.waited_seconds)\n"
@@ -190,7 +190,7 @@ def test_an_error_has_the_numbers_of_the_share(daemon: Daemon, asker: Worker) ->
         assert until(refused) == [CAPACITY // 2, CAPACITY // 2, CAPACITY // 2]
         asker.do("model.declare(0); limited = client.model('limited', limit='16MiB')")
         asker.begin(
-            "try:\n    limited.allocate('20MiB', wait=600)\n"
+            "try:\n    limited.allocate('20MiB', timeout=600)\n"
             "except membroker.OutOfMemory as error:\n"
             "    answer = [error.reason, error.share_bytes, error.obtainable_bytes, error.waited_seconds]\n"
         )
@@ -208,18 +208,18 @@ def test_a_wait_that_is_none_is_refused(daemon: Daemon) -> None:
             for call in CALLS.values():
                 refused = one.refused(call.format(wait=wait))
                 assert refused.error == "InvalidRequest"
-                assert "wait is a number of seconds" in refused.message
+                assert "timeout is a number of seconds" in refused.message
         assert daemon.device().revision == before
-        one.do("held = model.allocate(PAGE, wait=86_400); more = model.allocate(PAGE, wait=0)")
+        one.do("held = model.allocate(PAGE, timeout=86_400); more = model.allocate(PAGE, timeout=0)")
 
 
 def test_without_a_broker_nothing_waits() -> None:
-    """A program that runs without a broker keeps its `wait`: there is nobody who could release anything."""
+    """A program that runs without a broker keeps its `timeout`: there is nobody who could release anything."""
     with membroker.LocalSource("host", limit=4 * PAGE) as source:
         pool = membroker.VirtualMemoryPool(source, "1GiB", page_size=PAGE)
-        pool.allocate(0, 4 * PAGE, wait=LONG)
+        pool.allocate(0, 4 * PAGE, timeout=LONG)
         with pytest.raises(membroker.OutOfMemory) as refused:
-            pool.grow(PAGE, wait=LONG)
+            pool.grow(PAGE, timeout=LONG)
         assert "waited_ms" not in refused.value.metadata
 
 
@@ -244,8 +244,8 @@ def test_ctrl_c_ends_a_wait(daemon: Daemon, asker: Worker) -> None:
 def test_closing_the_client_ends_its_waits(daemon: Daemon, asker: Worker) -> None:
     """Two threads wait, and another closes the client: they get `ClosedError`, at once."""
     with full(daemon):
-        asker.do(f"threads = [Thread(lambda: pool.allocate(0, 64 * MIB, wait={LONG}))]")
-        asker.do(f"threads.append(Thread(lambda: model.create_segment('s', 64 * MIB, wait={LONG})))")
+        asker.do(f"threads = [Thread(lambda: pool.allocate(0, 64 * MIB, timeout={LONG}))]")
+        asker.do(f"threads.append(Thread(lambda: model.create_segment('s', 64 * MIB, timeout={LONG})))")
         until(lambda: waiting(daemon) == 2)
         asker.do("client.close()")
         assert [kind for kind, _, _ in asker.ask("[thread.result() for thread in threads]")] == ["ClosedError"] * 2
@@ -258,7 +258,7 @@ def test_closing_the_client_ends_its_waits(daemon: Daemon, asker: Worker) -> Non
 def test_a_drain_ends_all_waits(daemon: Daemon, asker: Worker) -> None:
     """An operator empties the device: a call that waits is told why it is refused."""
     with full(daemon), daemon.admin_stub() as admin:
-        asker.do(f"threads = [Thread(lambda: model.allocate(64 * MIB, wait={LONG})) for _ in range(3)]")
+        asker.do(f"threads = [Thread(lambda: model.allocate(64 * MIB, timeout={LONG})) for _ in range(3)]")
         until(lambda: waiting(daemon) == 3)
         admin.Drain(apb.DrainRequest())
         outcomes = asker.ask("[thread.result() for thread in threads]")
@@ -301,8 +301,8 @@ def test_a_grpc_call_that_ends_waits_no_more(daemon: Daemon) -> None:
 def test_a_wait_goes_on_after_the_daemons_death(daemon: Daemon, patient: Worker) -> None:
     """The daemon is killed under two calls. Each asks the next one again, for the rest of its time."""
     with full(daemon) as holder:
-        patient.do(f"granted = Thread(lambda: model.allocate(64 * MIB, wait={2 * LONG}))")
-        patient.do(f"refused = Thread(lambda: model.allocate(128 * MIB, wait={LONG}))")
+        patient.do(f"granted = Thread(lambda: model.allocate(64 * MIB, timeout={2 * LONG}))")
+        patient.do(f"refused = Thread(lambda: model.allocate(128 * MIB, timeout={LONG}))")
         until(lambda: waiting(daemon) == 2)
         away(daemon, patient, LONG - 2)
         kind, reason, waited = patient.ask("refused.result()")
@@ -317,7 +317,7 @@ def test_a_wait_goes_on_after_the_daemons_death(daemon: Daemon, patient: Worker)
 def test_no_time_is_left_after_a_long_outage(daemon: Daemon, patient: Worker) -> None:
     """The daemon is away for longer than the call may wait. The next one is still asked, and refuses it at once."""
     with full(daemon):
-        patient.do(f"thread = Thread(lambda: model.allocate(64 * MIB, wait={LONG}))")
+        patient.do(f"thread = Thread(lambda: model.allocate(64 * MIB, timeout={LONG}))")
         until(lambda: waiting(daemon) == 1)
         away(daemon, patient, LONG)
         assert patient.ask("thread.result()") == ["OutOfMemory", "CAPACITY", 0.0]
@@ -376,7 +376,7 @@ def test_a_thousand_waits_stop_nobody(state: State) -> None:
         until(lambda: waiting(daemon) == 4 * SESSIONS * 16)
         late.connect(daemon)
         late.do("model = client.model('late')")
-        refused = late.refused("model.allocate(64 * MIB, wait=5)")
+        refused = late.refused("model.allocate(64 * MIB, timeout=5)")
         assert (refused.error, refused.reason) == ("TooMany", "TOO_MANY_REQUESTS")
         assert "the tenant has 1024 requests that wait for memory, which is the maximum" in refused.message
         one.beside(state, "1,024 requests that wait")

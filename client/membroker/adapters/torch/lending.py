@@ -160,7 +160,7 @@ class TorchLending:
         for _ in range(_ATTEMPTS - 1):
             before = self.released_bytes
             try:
-                return self._model.allocate(size, wait=0)
+                return self._model.allocate(size, timeout=0)
             except OutOfMemory as error:
                 _without_frames(error)
                 if not self._reclaim(before):

@@ -79,12 +79,12 @@ def empty(
     shape: Sequence[int],
     dtype: Any = None,
     *,
-    wait: float | None = None,
+    timeout: float | None = None,
 ) -> torch.Tensor:
     """Borrow memory for a tensor, and return it. The memory is released when the last reference to it is gone.
 
     Of a pool it takes whole pages, which may have old bytes, and of a `Model` or a `LocalSource` an extent of its own.
-    `dtype` is as in `tensor`, by default torch's. `wait` is that of `Model.allocate`. The end waits for the work on the
+    `dtype` is as in `tensor`, by default torch's. `timeout` is that of `Model.allocate`. The end waits for the work on the
     device, as `close` does. Raises `InvalidRequest` for an invalid shape or dtype, and what `Model.allocate` or
     `VirtualMemoryPool.allocate_anywhere` raises.
     """
@@ -94,9 +94,9 @@ def empty(
     if not size:
         return torch.empty(tuple(shape), dtype=dtype, device=device_of(lender.driver.device))
     if not isinstance(source, VirtualMemoryPool):
-        with Buffer(source, size, wait=wait) as buffer:  # its end waits for that of the tensor
+        with Buffer(source, size, timeout=timeout) as buffer:  # its end waits for that of the tensor
             return _over(buffer, dtype, shape, 0)
-    owner = _TensorOwner(source.allocate_anywhere(size, wait=wait))
+    owner = _TensorOwner(source.allocate_anywhere(size, timeout=timeout))
     memory = DlpackTensor(owner, owner.address, (size,), "U8", dlpack_device_of(lender.driver.device))
     return torch.from_dlpack(memory).view(dtype).view(tuple(shape))
 

@@ -73,7 +73,7 @@ class VllmWeights:
             if not wanted:
                 raise InvalidRequest(f"this engine has no weights on {device}, whose memory the broker lends")
             say_wait(sum(parameter.nbytes for parameter in wanted), model, logger, LEND_SECONDS)
-            self.pool = move_to_pool(wanted, model, wait=LEND_SECONDS)
+            self.pool = move_to_pool(wanted, model, timeout=LEND_SECONDS)
             undo.pop_all()
         self._client = client
         logger.info(

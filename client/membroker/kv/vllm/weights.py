@@ -192,7 +192,7 @@ class _Shared:
             if (found := self._attach()) is not None:
                 return found
             with suppress(SegmentExists):
-                claim = undo.enter_context(self._model.create_segment(_own(self._claim_name), 1, wait=self._left()))
+                claim = undo.enter_context(self._model.create_segment(_own(self._claim_name), 1, timeout=self._left()))
                 if (found := self._attach()) is not None:
                     claim.close()
                 return found
@@ -223,7 +223,7 @@ class _Shared:
         while True:
             with suppress(SegmentExists):
                 return self._model.create_segment(
-                    _own(self.name), size, wait=self._left(), delete_when_left=not self._keep
+                    _own(self.name), size, timeout=self._left(), delete_when_left=not self._keep
                 )
             self._pause()
 
