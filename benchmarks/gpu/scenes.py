@@ -85,7 +85,7 @@ def pages(stage: Stage) -> Iterator[GpuSection]:
         f"{format_size(GROWN)} by pages: grow and shrink",
         "In addresses that stay reserved. In process: create and map each page and set the access of all at the end, "
         "or of each as it comes; then synchronize, unmap all in one call, release each. By the broker: a pool's "
-        "allocate and deallocate, without spare pages. 'two processes, no broker': as for one extent, in packets of "
+        "allocate and free, without spare pages. 'two processes, no broker': as for one extent, in packets of "
         "64. x is to the first. Each size has daemons of its own.",
         key=PAGES,
         calls=("grow", "shrink"),
@@ -124,7 +124,7 @@ def cached(stage: Stage) -> Iterator[GpuSection]:
         "From what a pool holds: nobody is asked",
         "A pool with spare pages, all of them prepared. Beside it the driver in process, which creates and maps.",
         key=POOL,
-        calls=("allocate", "deallocate"),
+        calls=("allocate", "free"),
     )
     yield section
     page, count = PAGE_SIZES[0], GROWN // PAGE_SIZES[0]

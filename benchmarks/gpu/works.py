@@ -156,12 +156,12 @@ class PoolGrowth(Job):
         self._offset = self._pool.grow(self._page) - self._base
 
     def _give(self) -> None:
-        self._pool.deallocate(self._offset, self._page)
+        self._pool.free(self._offset, self._page)
 
 
 def pool_pages(pool: VirtualMemoryPool, size: int) -> Job:
     """Return the work of many pages; with spare pages, from what the pool holds."""
-    return Job(take=partial(pool.allocate, 0, size), give=partial(pool.deallocate, 0, size))
+    return Job(take=partial(pool.allocate, 0, size), give=partial(pool.free, 0, size))
 
 
 def pool_offload(pool: VirtualMemoryPool, size: int, *, keep_pinned: bool) -> Job:

@@ -35,7 +35,7 @@ from .threads import start_thread
 
 __all__ = ["AsyncCall", "AsyncClient", "AsyncModel", "AsyncPool", "connect", "run"]
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 MOST_CALLS: Final = 1_000
 """How many calls of coroutines a process may have at the same time: each has a thread."""
@@ -255,7 +255,6 @@ class AsyncPool(_Wrapper[VirtualMemoryPool]):
     allocate_anywhere = _call(VirtualMemoryPool.allocate_anywhere, VirtualMemoryPool.free)
     grow = _call(VirtualMemoryPool.grow, VirtualMemoryPool.free)
     shrink = _call(VirtualMemoryPool.shrink)
-    deallocate = _call(VirtualMemoryPool.deallocate)
     free = _call(VirtualMemoryPool.free)
     trim = _call(VirtualMemoryPool.trim)
     offload = _call(VirtualMemoryPool.offload)

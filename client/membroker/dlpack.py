@@ -200,7 +200,7 @@ def export(
     """Return `shape` elements of `dtype` from byte `offset` of a buffer, a pool or a segment; nothing is copied.
 
     The result, and every tensor made from it, hold the range as a live view does. A closed owner releases its memory
-    when they are gone, and until then a pool refuses to deallocate the range. A sealed or attached segment is exported
+    when they are gone, and until then a pool refuses to free the range. A sealed or attached segment is exported
     read-only; `ignore_read_only` omits the flag, for a framework that never writes. The mapping stays read-only: a
     write ends the process on the host, and its CUDA context on a GPU.
 

@@ -136,7 +136,7 @@ class Model:
     ) -> VirtualMemoryPool:
         """Reserve addresses for `virtual_capacity` bytes (by default the model's) and return the pool: `pool("64GiB")`.
 
-        No memory is borrowed yet. `spare_pages` is how many deallocated pages the pool may keep mapped. `ahead` is how
+        No memory is borrowed yet. `spare_pages` is how many freed pages the pool may keep mapped. `ahead` is how
         many pages it borrows before they are needed, or `"auto"`. See `VirtualMemoryPool`. Raises `InvalidPageSize`
         unless `page_size` is a power of two and at least the granularity, `InvalidRequest`, `ClosedError`, and
         `DeviceFailure` when the addresses cannot be reserved.
@@ -309,7 +309,7 @@ class Model:
         removes it. The broker lends memory that is guaranteed to others, and that they do not use, only to sessions
         with a callback.
 
-        The callback runs in a thread of the library, with one recall at a time. It may deallocate, shrink, offload,
+        The callback runs in a thread of the library, with one recall at a time. It may free, shrink, offload,
         trim or close, but it must not borrow (`InvalidRequest`). Before it is called, the library releases spare pages
         that no work on the device can use; if these are enough, it is not called. When the callback returns, the
         library tells the broker that the session keeps the rest. To answer later, return `membroker.DEFERRED`, and call

@@ -126,9 +126,9 @@ class SharedMemoryPool(Closing):
         """Release every page that [offset, offset + size) of a model touches.
 
         `offset` is that of their range (`PoolRange.offset`), in bytes. Raises `ModelNotFound`, and what
-        `VirtualMemoryPool.deallocate` raises.
+        `VirtualMemoryPool.free` raises.
         """
-        self.pool(model_id).deallocate(offset, size)
+        self.pool(model_id).free(offset, size)
 
     def get_model_stats(self, model_id: str) -> MemoryStats:
         """Return the figures of a model's pool. Raises `ModelNotFound` and `ClosedError`."""

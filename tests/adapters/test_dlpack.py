@@ -99,7 +99,7 @@ class TestBytes:
             np.from_dlpack(export(buffer, dtype, (4,)))
 
     def test_a_range_of_a_pool(self, model: Model, torch: Any) -> None:
-        """A cache in a pool: only what is backed can be exported, and what is exported cannot be deallocated."""
+        """A cache in a pool: only what is backed can be exported, and what is exported cannot be freed."""
         with model.pool(page_size=PAGE) as pool:
             pool.allocate(PAGE, 2 * PAGE)
             tensor = torch.from_dlpack(export(pool, "BF16", (PAGE,), offset=PAGE))
@@ -108,9 +108,9 @@ class TestBytes:
             with pytest.raises(NotMapped):
                 export(pool, "U8", (1,), offset=0)
             with pytest.raises(BufferError):
-                pool.deallocate(2 * PAGE, PAGE)
+                pool.free(2 * PAGE, PAGE)
             del tensor
-            pool.deallocate(PAGE, 2 * PAGE)
+            pool.free(PAGE, 2 * PAGE)
 
 
 class TestGrowing:

@@ -98,7 +98,7 @@ class TestAddressTensor:
             cache[0, 9] = 1.5
             assert cache[0, 9].sum() == 1.5 * (1 << 16)
             assert cache[0, 10].sum() == 0
-            pool.deallocate(4 * MIB + (9 << 17), "2MiB")
+            pool.free(4 * MIB + (9 << 17), "2MiB")
             assert pool.physical_usage_bytes == 0
             pool.allocate(4 * MIB + (9 << 17), "2MiB")
             assert cache[0, 9].sum() == 0, "a page that is new has no bytes of before"

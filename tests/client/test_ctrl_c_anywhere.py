@@ -66,8 +66,8 @@ class Program:
 
     def holes(self) -> membroker.VirtualMemoryPool:
         pool = self.pool(6)
-        pool.deallocate(0, PAGE)
-        pool.deallocate(3 * PAGE, PAGE)
+        pool.free(0, PAGE)
+        pool.free(3 * PAGE, PAGE)
         return pool
 
     def offloaded(self) -> membroker.VirtualMemoryPool:
@@ -112,17 +112,17 @@ def within(pool: membroker.VirtualMemoryPool, call: str, *arguments: Any) -> Cal
 
 def beside_spare_pages(it: Program) -> Call:
     pool = it.pool(2, spare_pages=2)
-    pool.deallocate(0, 2 * PAGE)
+    pool.free(0, 2 * PAGE)
     return within(pool, "allocate", PAGE, 3 * PAGE)
 
 
 def ranges(it: Program, *, there: bool) -> Call:
     pool = it.pool(2, spare_pages=1)
-    pool.deallocate(PAGE, PAGE)
+    pool.free(PAGE, PAGE)
     where = [(at * PAGE, PAGE) for at in (1, 5, 6, 20)]
     if there:
         pool.allocate_ranges(where)
-    return within(pool, "deallocate_ranges" if there else "allocate_ranges", where)
+    return within(pool, "free_ranges" if there else "allocate_ranges", where)
 
 
 def growable(it: Program, before: int, after: int) -> Call:
@@ -141,7 +141,7 @@ def without_a_broker(it: Program, *, there: bool) -> Call:
     pool = it.keep(membroker.VirtualMemoryPool(it.local, 64 * PAGE, page_size=PAGE))
     if there:
         pool.allocate(0, 3 * PAGE)
-    return within(pool, "deallocate" if there else "allocate", 0, 3 * PAGE)
+    return within(pool, "free" if there else "allocate", 0, 3 * PAGE)
 
 
 def attach(it: Program) -> Call:
@@ -184,7 +184,7 @@ CALLS: dict[str, Callable[[Program], Call]] = {
     "allocate": lambda it: within(it.pool(), "allocate", 0, 3 * PAGE),
     "allocate beside spare pages": beside_spare_pages,
     "grow": lambda it: within(it.pool(1), "grow", PAGE),
-    "deallocate": lambda it: within(it.pool(3), "deallocate", 0, 2 * PAGE),
+    "free": lambda it: within(it.pool(3), "free", 0, 2 * PAGE),
     "free": lambda it: (lambda pool: within(pool, "free", pool.base_address))(it.pool(3)),
     "protect": lambda it: within(it.pool(3), "protect", 0, PAGE, "read"),
     "close a pool": lambda it: it.pool(3).close,
@@ -192,7 +192,7 @@ CALLS: dict[str, Callable[[Program], Call]] = {
     "offload": lambda it: it.pool(3).offload,
     "restore": lambda it: it.offloaded().restore,
     "allocate ranges": partial(ranges, there=False),
-    "deallocate ranges": partial(ranges, there=True),
+    "free ranges": partial(ranges, there=True),
     "make a growable buffer": lambda it: lambda: it.model.growable_buffer(PAGE, 16 * PAGE, PAGE),
     "grow a buffer": lambda it: growable(it, 1, 3),
     "shrink a buffer": lambda it: growable(it, 3, 1),
@@ -203,7 +203,7 @@ CALLS: dict[str, Callable[[Program], Call]] = {
     "attach": attach,
     "close a segment": lambda it: it.segment().close,
     "allocate without a broker": partial(without_a_broker, there=False),
-    "deallocate without a broker": partial(without_a_broker, there=True),
+    "free without a broker": partial(without_a_broker, there=True),
     "wait for memory": lambda it: refused(lambda: it.model.allocate("1GiB", timeout=0.05)),
     "wait for a segment": lambda it: refused(lambda: it.model.create_segment("late", "1GiB", timeout=0.05)),
     "answer recalls": lambda it: lambda: it.model.on_recall(lambda _: None),
@@ -249,7 +249,7 @@ def check(program: Program, name: str) -> None:
     for pool in (thing for thing in program.kept if isinstance(thing, membroker.VirtualMemoryPool)):
         if not pool.closed:
             until(lambda pool=pool: not any(row.state == "changing" for row in pool.mappings()))
-            pool.deallocate(0, PAGE) if pool.is_mapped(0) else pool.grow(PAGE)
+            pool.free(0, PAGE) if pool.is_mapped(0) else pool.grow(PAGE)
     line, recalls = program.client._session.reconnecting, program.client._recalls
     assert not line.notices._background._held_up
     until(lambda: recalls._answering.keys() <= line.inventory.answering)

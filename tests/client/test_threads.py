@@ -189,7 +189,7 @@ def work():
         model = client.model("small")
         with model.allocate("2MiB"), model.pool(page_size="2MiB") as pool:
             pool.allocate(0, "4MiB")
-            pool.deallocate(0, "4MiB")
+            pool.free(0, "4MiB")
             used = model.stats().books["device"].used_bytes
             print(model.available().now_bytes, used, client.device().uuid, client.model_status("small").sessions)
             print(len(client.models()), len(client.sessions()), len(client.segments()), len(client.decisions("small")))

@@ -16,7 +16,7 @@ import membroker
 
 PAGE = 2 * MIB
 ROUNDS = 5
-MOST_CALLS = {"allocate": 68, "deallocate": 57}
+MOST_CALLS = {"allocate": 68, "free": 57}
 
 
 def counted(call: Callable[[int, int], object]) -> Counter[str]:
@@ -40,7 +40,7 @@ def test_a_page_takes_at_most_seventy_calls(capsys: pytest.CaptureFixture[str]) 
     with running({"host_capacity": "64MiB"}) as daemon, membroker.connect(daemon.endpoint()) as client:
         pool = client.model("m").pool(page_size=PAGE, virtual_capacity=64 * MIB)
         for _ in range(ROUNDS):
-            calls = {"allocate": counted(pool.allocate), "deallocate": counted(pool.deallocate)}
+            calls = {"allocate": counted(pool.allocate), "deallocate": counted(pool.free)}
     told = ", ".join(f"{made.total()} to {what} a page" for what, made in calls.items())
     with capsys.disabled():
         print(f"\nPython calls in the worker: {told}")

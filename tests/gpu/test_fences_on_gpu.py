@@ -46,7 +46,7 @@ def test_a_tensor_without_a_page(torch: Any, pool: VirtualMemoryPool) -> None:
     pool.allocate_ranges(LAYERS)
     cache[:, : PAGE // 4] = torch.arange(8, device="cuda", dtype=torch.int32)[:, None]
     assert cache[:, PAGE // 4 - 1].tolist() == list(range(8))
-    pool.deallocate_ranges(LAYERS[4:], after=recorded(torch))
+    pool.free_ranges(LAYERS[4:], after=recorded(torch))
     assert cache[:4, 0].tolist() == [0, 1, 2, 3]
     pool.allocate_ranges(LAYERS[4:])
     assert cache[4:, : PAGE // 4].count_nonzero() == 0
@@ -69,7 +69,7 @@ def test_it_waits_for_the_event_alone(torch: Any, pool: VirtualMemoryPool) -> No
         torch.cuda._sleep(4_000_000_000)  # some seconds
         long.record()
     began = time.perf_counter()
-    pool.deallocate_ranges(LAYERS, after=fence)
+    pool.free_ranges(LAYERS, after=fence)
     took = time.perf_counter() - began
     assert not long.query(), f"the release took {took:.3f} s, as long as the work of the other stream"
     torch.cuda.synchronize()
@@ -81,7 +81,7 @@ def test_queued_work_is_not_cut_off(torch: Any, pool: VirtualMemoryPool) -> None
     pool.allocate_ranges(LAYERS)
     for value in range(200):
         cache[:, : PAGE // 4].fill_(value)
-    pool.deallocate_ranges(LAYERS, after=recorded(torch))
+    pool.free_ranges(LAYERS, after=recorded(torch))
     torch.cuda.synchronize()  # a fault would be raised here
     assert pool.physical_usage_bytes == 0
 
@@ -101,7 +101,7 @@ def test_graphs_replay_while_pages_come_and_go(torch: Any, pool: VirtualMemoryPo
     def change() -> None:
         while not stop.is_set():
             pool.allocate_ranges(LAYERS[1:])
-            pool.deallocate_ranges(LAYERS[1:], after=recorded(torch))
+            pool.free_ranges(LAYERS[1:], after=recorded(torch))
             turns[0] += 1
 
     thread = threading.Thread(target=change)

@@ -192,7 +192,7 @@ def sharing(gpu: CudaDriver, daemon: Daemon, start: Start) -> str:
     assert still_has(red, GIB, 1)
     assert still_has(blue, GIB, 2)
     assert red.refused("pool.grow('4GiB')").reason == "CAPACITY"
-    red.do("pool.deallocate(0, GIB)")
+    red.do("pool.free(0, GIB)")
     until(lambda: daemon.books().lent_bytes == GIB)
     blue.do("pool.grow('1GiB')")
     assert blue.ask("holds(driver, pool.base_address + GIB, GIB, 0)"), "the memory was not zeroed"

@@ -53,12 +53,12 @@ def test_two_models_take_turns_in_the_same_memory(gpu: CudaDriver, transport: st
         refused = first.refused("pool.restore()")
         assert (refused.error, refused.metadata["restored_bytes"]) == ("OutOfMemory", "0")
         half = 256 * MIB
-        second.do(f"pool.deallocate({half}, {size - half})")
+        second.do(f"pool.free({half}, {size - half})")
         refused = first.refused("pool.restore()")
         restored, rest = (int(refused.metadata[f"{what}_bytes"]) for what in ("restored", "offloaded"))
         assert restored + rest == size
         assert restored >= size - half - 64 * MIB
-        second.do(f"pool.deallocate(0, {half})")
+        second.do(f"pool.free(0, {half})")
         assert first.ask("pool.restore()") == rest
         assert first.ask("pool.base_address") == address
         assert first.ask(f"sum_of(pool, driver, {size})") == before

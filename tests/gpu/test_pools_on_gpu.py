@@ -115,5 +115,5 @@ def test_compaction_of_what_a_broker_lent(gpu: CudaDriver) -> None:
         for place, value in enumerate((3, 4, 9, 20)):
             assert one.ask(f"holds(driver, pool.base_address + {place} * PAGE, PAGE, {value})")
         assert daemon.books().lent_bytes == 4 * PAGE
-        one.do("pool.deallocate(0, 4 * PAGE)")
+        one.do("pool.free(0, 4 * PAGE)")
         assert daemon.books().lent_bytes == 0

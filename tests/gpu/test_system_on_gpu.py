@@ -57,7 +57,7 @@ def test_a_pool_of_many_small_pages_grows_shrinks_and_is_written_across_their_se
         assert still_has(one, GIB)
         one.do("driver.write(pool.base_address + 3 * PAGE - 2, b'seam')")
         assert one.ask("driver.read(pool.base_address + 3 * PAGE - 2, 4).decode()") == "seam"
-        one.do("pool.deallocate(256 * MIB, 512 * MIB)")
+        one.do("pool.free(256 * MIB, 512 * MIB)")
         until(lambda: daemon.books().lent_bytes == 512 * MIB)
         assert one.ask("[pool.is_mapped(0), pool.is_mapped(256 * MIB), pool.is_mapped(768 * MIB)]") == [
             True,
@@ -151,7 +151,7 @@ def test_workers_killed_at_any_moment_leave_nothing(gpu: CudaDriver) -> None:
     """Three engines allocate and free, and are killed at any point. Some memory may wait for the time limit."""
     seed = chosen_seed()
     choose = random.Random(seed)
-    churn = "while True:\n    pool.allocate(0, 512 * MIB)\n    pool.deallocate(0, 512 * MIB)\n"
+    churn = "while True:\n    pool.allocate(0, 512 * MIB)\n    pool.free(0, 512 * MIB)\n"
     with on_gpu(gpu, {"settle_seconds": 3.0, **DEFAULT_STOCK}) as daemon:
         for _ in range(2):
             with workers(3) as engines:

@@ -61,7 +61,7 @@ def check_that_it_computes_on(one: Worker) -> None:
         assert refused.error == "BrokerUnavailable", f"{call}: {refused}"
         assert "membrokerd" in refused.message, "it does not say how to mend it"
     assert one.ask("pool.physical_usage_bytes") == 24 * MIB
-    one.do("view.release(); pool.deallocate(20 * MIB, 4 * MIB); assert not pool.is_mapped(20 * MIB)")
+    one.do("view.release(); pool.free(20 * MIB, 4 * MIB); assert not pool.is_mapped(20 * MIB)")
     maps = "membroker.vmm.host.extents.EXTENT_NAME in open('/proc/self/maps').read()"
     assert one.ask(maps)
     one.do("pool.close(); buffer.close(); client.close(); client.close()")

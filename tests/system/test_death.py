@@ -130,7 +130,7 @@ def test_a_stopped_worker_keeps_its_charge_and_harms_nobody(daemon: Daemon) -> N
         stopped.send(signal.SIGSTOP)
         borrow(other, daemon, 200 * MIB, "blue")
         for _ in range(20):
-            other.do("pool.deallocate(0, 100 * MIB); pool.allocate(0, 100 * MIB)")
+            other.do("pool.free(0, 100 * MIB); pool.allocate(0, 100 * MIB)")
         assert daemon.books().lent_bytes == 200 * MIB + COUNT * PAGE
         assert states(daemon) == ["OPEN", "OPEN"]
         assert other.refused("pool.grow(56 * MIB)").numbers == ("capacity", 56 * MIB, 48 * MIB, 256 * MIB)

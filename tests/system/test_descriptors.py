@@ -240,7 +240,7 @@ def turns(count):
                 model.allocate(PAGE).close()
             else:
                 pool.allocate(0, 64 * PAGE)  # their descriptors are open in the daemon together
-                pool.deallocate(0, 64 * PAGE)
+                pool.free(0, 64 * PAGE)
         except membroker.MembrokerError as error:
             refused.append(error.reason)
         seconds.append(time.perf_counter() - began)
@@ -304,7 +304,7 @@ def tried(borrow):
         borrow()
     except membroker.MembrokerError as error:
         return type(error).__name__
-    pool.deallocate(PAGE, pool.stats().mapped_pages * PAGE - PAGE)
+    pool.free(PAGE, pool.stats().mapped_pages * PAGE - PAGE)
     return 'granted'
 """
 

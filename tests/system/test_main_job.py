@@ -41,7 +41,7 @@ def test_a_worker_borrows_writes_grows_and_gives_back(daemon: Daemon, transport:
         assert engine.ask("[bytes(view[:5]).decode(), bytes(view[-1:]).decode()]") == ["hello", "!"]
         assert used(daemon, "tenants/red/models/llama") == 12 * MIB == daemon.books().lent_bytes
         until(lambda: daemon.books().device_used_bytes == 14 * MIB)
-        engine.do("view.release(); pool.deallocate(0, 8 * MIB)")
+        engine.do("view.release(); pool.free(0, 8 * MIB)")
         until(lambda: daemon.books().lent_bytes == 4 * MIB)
         assert engine.ask("[pool.is_mapped(0), pool.is_mapped(8 * MIB)]") == [False, True]
         engine.do("pool.allocate(0, 8 * MIB)")
@@ -109,12 +109,12 @@ def test_what_one_tenant_gives_back_the_other_takes(device: Device) -> None:
             day.do(f"pool.allocate(0, {size}); [driver.write(base + at + 100, b'secret') for at in {spots}]")
             assert day.ask(f"all(driver.read(base + at + 100, 6) == b'secret' for at in {spots})")
             assert night.refused(f"pool.allocate(0, {page})").numbers == ("capacity", page, 0, size)
-            day.do(f"pool.deallocate(0, {size})")
+            day.do(f"pool.free(0, {size})")
             until(lambda: daemon.books().lent_bytes == 0)
             night.do(f"pool.allocate(0, {size})")
             fresh = f"all(driver.read(base + at, 4096) == bytes(4096) for at in {spots})"
             assert night.ask(fresh), "one tenant read what another wrote"
-            night.do(f"pool.deallocate(0, {size})")
+            night.do(f"pool.free(0, {size})")
             until(lambda: daemon.books().lent_bytes == 0)
         assert red.ask("[m.name for m in client.models()]") == ["tenants/red/models/m"]
         assert blue.ask("[s.tenant for s in client.sessions()]") == ["tenants/blue"]

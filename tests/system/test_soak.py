@@ -32,7 +32,7 @@ held = []
 def give_back():
     what = held.pop(choose.randrange(len(held)))
     if isinstance(what, tuple):
-        pool.deallocate(*what)
+        pool.free(*what)
     else:
         what.close()
 while granted < {loans}:

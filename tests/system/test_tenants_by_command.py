@@ -74,7 +74,7 @@ def test_a_pod_gets_a_tenant_and_loses_it(daemon: Daemon) -> None:
         enter(one, daemon)
         lender.connect(daemon)
         one.do("notices = []; client.on_notice(notices.append)")
-        one.do("pool = model.pool(page_size='2MiB'); pool.allocate(0, '8MiB'); pool.deallocate(0, '8MiB')")
+        one.do("pool = model.pool(page_size='2MiB'); pool.allocate(0, '8MiB'); pool.free(0, '8MiB')")
         one.do("segment = model.create_segment('weights', PAGE); segment.write(0, b'w'); segment.seal()")
         assert delete(daemon).deleting
         with pytest.raises(membroker.AccessDenied) as caught:

@@ -37,7 +37,7 @@ def test_a_page_that_is_ready_takes_at_most_so_many_calls(
         pool = client.model("m").pool(page_size=PAGE, virtual_capacity=64 * MIB)
         for _ in range(ROUNDS):
             pool.allocate(0, PAGE)
-            pool.deallocate(0, PAGE)
+            pool.free(0, PAGE)
             until(lambda: daemon.books().stock_bytes == 2 * PAGE and not daemon.books().lent_bytes)
         counted = {what: frames_of(what)[-1] for what in MOST_CALLS}
     told = ", ".join(f"{calls.total()} to {what} a page" for what, calls in counted.items())

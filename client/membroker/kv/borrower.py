@@ -98,7 +98,7 @@ class GroupBorrower:
             else:
                 self._pages.allocate_ranges(ranges, ahead=True)
             if self._closed:  # `ElasticCache.close` may have ended before this answer
-                self._pages.deallocate_ranges(ranges)
+                self._pages.free_ranges(ranges)
                 raise ClosedError("this cache is closed")
             self._told = None
         except (OutOfMemory, ClosedError, SessionLost) as error:

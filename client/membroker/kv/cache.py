@@ -104,7 +104,7 @@ class ElasticCache(Closing):
             try:
                 model.on_recall(self.answer)
             except BaseException:
-                pages.deallocate_ranges(first)
+                pages.free_ranges(first)
                 raise
         self._threads: list[threading.Thread] = []
         try:
@@ -243,12 +243,12 @@ class ElasticCache(Closing):
         """Release the memory of the blocks in `always`, too, unless there is a floor. Call it when `is_empty` is True.
 
         It waits until the engine's last step is over on every device. The engine must compute nothing before `resume`.
-        Raises what `VirtualMemoryPool.deallocate` raises.
+        Raises what `VirtualMemoryPool.free` raises.
         """
         self._releaser.wait_for_rest()
         if not self._balloon.floor:
             self._first_gone = True  # also if the driver fails half way
-            self._pages.deallocate_ranges(self._first_ranges())
+            self._pages.free_ranges(self._first_ranges())
 
     def resume(self, timeout: float | None = None) -> None:
         """Borrow again what `release_always` released, and let the engine have blocks again.
@@ -325,7 +325,7 @@ class ElasticCache(Closing):
         if not self._closed:
             self._end()
         if self._left and not self._pages.closed:
-            self._pages.deallocate_ranges(self._left)
+            self._pages.free_ranges(self._left)
         self._left = []
 
     def _end(self) -> None:

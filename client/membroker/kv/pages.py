@@ -116,8 +116,8 @@ class PoolPages:
         missing = [span for span in ranges if not self.pool.is_mapped(*span)]
         self.pool.allocate_ranges(missing, timeout=timeout, ahead=ahead, wanted_bytes=wanted_bytes)
 
-    def deallocate_ranges(self, ranges: Sequence[Range], *, after: Fence | None = None) -> None:
-        """Release those with memory. Raises what `VirtualMemoryPool.deallocate_ranges` raises."""
+    def free_ranges(self, ranges: Sequence[Range], *, after: Fence | None = None) -> None:
+        """Release those with memory. Raises what `VirtualMemoryPool.free_ranges` raises."""
         self.pool.deallocate_ranges([span for span in ranges if self.pool.is_mapped(*span)], after=after)
 
     def on_use(self, callback: Callable[[int], bool]) -> None:

@@ -110,7 +110,7 @@ class Rank:
 
     def _release(self, ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """Release, and return the number of the last recall and what remains of it."""
-        self._pages.deallocate_ranges(ranges, after=Over())  # the process that schedules has asked the fence
+        self._pages.free_ranges(ranges, after=Over())  # the process that schedules has asked the fence
         number, recall = self._recall
         return number, 0 if recall is None else recall.remaining
 

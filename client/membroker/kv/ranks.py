@@ -88,7 +88,7 @@ class Ranks(Closing):
                 undo.callback(rank.release, ranges)
             undo.pop_all()
 
-    def deallocate_ranges(self, ranges: Sequence[Range], *, after: Fence | None = None) -> None:
+    def free_ranges(self, ranges: Sequence[Range], *, after: Fence | None = None) -> None:
         """Release the ranges in every rank. No rank waits for its device: the engine has passed `after`, or ends."""
         if after is not None:
             after.synchronize()

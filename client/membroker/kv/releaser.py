@@ -131,7 +131,7 @@ class Releaser:
 
     def _unmap(self, group: int, fence: Fence) -> None:
         try:
-            self._pages.deallocate_ranges(self._layout.ranges(group), after=fence)
+            self._pages.free_ranges(self._layout.ranges(group), after=fence)
         except BaseException:
             self._state.stayed(group)
             raise

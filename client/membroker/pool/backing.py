@@ -115,7 +115,8 @@ class Backing:
                 return
             add_asked(error, asked, "pages", self._page_size)
             raise
-        self._took(runs)
+        if self._ahead is not None:
+            self._ahead.took(sum(map(len, runs)), self._table.spare)
 
     def back_found(self, search: Search, until: float | None) -> range:
         """Allocate the unused pages that a search finds, as `back` does, and return them."""
@@ -131,7 +132,8 @@ class Backing:
                 return found
             add_asked(error, search.length, "pages", self._page_size)
             raise
-        self._took(runs)
+        if self._ahead is not None:
+            self._ahead.took(len(runs[0]), self._table.spare)
         return runs[0]
 
     def prepare(self, search: Search, until: float | None) -> None:
@@ -217,10 +219,6 @@ class Backing:
                 return None  # the claim raises it, or waits for pages that the library changes
             return pages if self._take_spare([pages]) else None
 
-    def _took(self, runs: Sequence[range]) -> None:
-        if self._ahead is not None:
-            self._ahead.took(sum(map(len, runs)), self._table.spare)
-
     def _wait_for_ahead(self) -> bool:
         """After a refusal, wait for what was asked ahead: it counts against the guarantee, and may be the rest of it.
 
@@ -262,10 +260,10 @@ class Backing:
                 self.claims.claim_droppable(operation, runs)
             self._drop(operation, runs)
 
-    def drop_allocation(self, address: int) -> None:
+    def drop_allocation(self, address: int, after: Waitable | None = None) -> None:
         """Drop the pages of the allocation that begins at an address."""
         if in_a_finalizer():
-            self._source.later(partial(_unless_closed, self.drop_allocation, address))
+            self._source.later(partial(_unless_closed, self.drop_allocation, address, after))
             return
         with self._lock:
             if self._keep_spare([self._begun_at(address)]):
@@ -274,7 +272,7 @@ class Backing:
             with self._lock:
                 runs = [self._begun_at(address)]
                 self.claims.claim_droppable(operation, runs)
-            self._drop(operation, runs)
+            self._drop(operation, runs, after)
 
     def _begun_at(self, address: int) -> range:
         """Return the pages of the allocation that begins at an address. The caller holds the lock."""
@@ -283,7 +281,7 @@ class Backing:
         if not 0 <= page < self._table.count:
             raise InvalidOffset(f"the address {address:#x} is not one of this pool's")
         if self._table.begins.get(page) != within:
-            raise NotMapped(f"no allocation begins at the address {address:#x}: deallocate() takes any offset and size")
+            raise NotMapped(f"no allocation begins at the address {address:#x}: free(offset, size) takes any pages")
         return self._table.allocation(page)
 
     def _drop(self, operation: Operation, runs: Sequence[range], after: Waitable | None = None) -> None:
@@ -297,7 +295,7 @@ class Backing:
                 uninterrupted(partial(self._offloaded.drop, pages))
 
     def _keep_spare(self, runs: Sequence[range]) -> bool:
-        """Keep deallocated pages mapped as spare pages, unless there are too many then; return whether it did.
+        """Keep freed pages mapped as spare pages, unless there are too many then; return whether it did.
 
         Protected pages are released instead: the next allocation would have to make them writable.
         """

@@ -43,7 +43,7 @@ from .range import PoolRange, range_of
 DEFAULT_PAGE_SIZE = 64 * MIB
 
 
-@ends_at_the_caller(but=("allocate", "allocate_anywhere", "deallocate", "grow"))
+@ends_at_the_caller(but=("allocate", "allocate_anywhere", "free", "grow"))
 class VirtualMemoryPool(Resource):
     """Addresses for `virtual_capacity` bytes, backed page by page on demand. Thread-safe, and a context manager.
 
@@ -51,7 +51,7 @@ class VirtualMemoryPool(Resource):
     every page that its range touches. Whole pages are charged. `virtual_capacity` is rounded up to whole pages; only
     the process's address space limits it. The base address is a multiple of the page size.
 
-    Up to `spare_pages` pages stay mapped and charged when they are deallocated. They keep their bytes, and allocating
+    Up to `spare_pages` pages stay mapped and charged when they are freed. They keep their bytes, and allocating
     them again needs no call to the broker. `prepare` borrows spare pages in advance, `trim` releases them.
 
     With `ahead`, a thread of the library borrows spare pages before they are needed. `ahead` is the number of pages
@@ -122,7 +122,7 @@ class VirtualMemoryPool(Resource):
 
     @property
     def spare_pages(self) -> int:
-        """How many deallocated pages may stay mapped."""
+        """How many freed pages may stay mapped."""
         return self._backing.spare_pages
 
     @property
@@ -216,7 +216,7 @@ class VirtualMemoryPool(Resource):
         """Back `size` bytes in the lowest free run of pages that holds them, and return the range, an int: its address.
 
         The address is a multiple of the page size and of `alignment`, a power of two in bytes. Spare pages count as
-        free, and a pool that borrows ahead uses a run of them first. `free` takes the address. `wait` is that of
+        free, and a pool that borrows ahead uses a run of them first. `timeout` is that of
         `allocate`. Raises `OutOfVirtualMemory` if no free run of addresses is that long, and otherwise what `allocate`
         raises.
         """
@@ -255,9 +255,9 @@ class VirtualMemoryPool(Resource):
         return range_of(self, self._holding.region.address + offset, offset, length)
 
     def shrink(self, size: Size) -> None:
-        """Deallocate the pages of the last `size` bytes before the end of the highest allocated page.
+        """Free the pages of the last `size` bytes before the end of the highest allocated page.
 
-        It undoes a `grow` of that size. Raises what `deallocate` raises: `NotMapped` when there is a hole among the
+        It undoes a `grow` of that size. Raises what `free` raises: `NotMapped` when there is a hole among the
         pages, and `InvalidOffset` when there are fewer.
         """
         self._holding.check_open()
@@ -276,7 +276,7 @@ class VirtualMemoryPool(Resource):
         self._backing.prepare(Search(length, above=True), until)
 
     def trim(self) -> int:
-        """Release every spare page, and return the number of bytes released. Waits as `deallocate` does.
+        """Release every spare page, and return the number of bytes released. Waits as `free` does.
 
         A pool that borrows ahead does so again from the next allocation on. The call also frees host memory that
         `restore` has kept pinned. Raises `DeviceFailure` and `ClosedError`.
@@ -284,35 +284,50 @@ class VirtualMemoryPool(Resource):
         self._holding.check_open()
         return self._backing.trim_all() * self._page_size
 
-    def deallocate(self, offset: SupportsIndex, size: Size, *, after: Waitable | None = None) -> None:
-        """Release every page that [offset, offset + size) touches. The pool keeps the addresses.
+    def free(self, where: SupportsIndex, size: Size | None = None, *, after: Waitable | None = None) -> None:
+        """Release an allocation, `free(memory)`, or every page that a range touches, `free(offset, size)`.
 
-        The bytes of offloaded pages are dropped, and freed on the host.
+        `memory` is what `allocate`, `allocate_anywhere` or `grow` returned, or its address. The allocation ends before
+        a page of it that was freed: what lies behind such a page is an allocation of its own, and begins at its first
+        page. The pool keeps the addresses. The bytes of offloaded pages are dropped, and freed on the host.
 
         Waits once for the work that this process has submitted to the device, because unmapping does not wait. With
         `after`, such as a `torch.cuda.Event`, it calls `after.synchronize()` instead: record the event after the last
-        work that may use the range. Do not call `deallocate` during a CUDA graph capture, with or without `after`.
+        work that may use the range. Do not call `free` during a CUDA graph capture, with or without `after`.
 
         It does not wait for the broker: the broker reads the release before this session's next request, and before it
         refuses any session for lack of memory. In a `__del__` that has interrupted another call of the library, this
-        returns, and a thread releases soon. Raises `NotMapped` when a page is not backed, `BufferError` while a view of
-        the range is alive, `InvalidOffset`, `InvalidRequest`, `ClosedError`, and what `after.synchronize` raises;
-        nothing has changed then. Raises `DeviceFailure`. The memory is also released while the broker is unreachable.
+        returns, and a thread releases soon. Raises `NotMapped` when a page is not backed, when no allocation begins at
+        the address (a compaction moves allocations, and so changes their addresses), or when the range was freed
+        already; `BufferError` while a view of it is alive; `InvalidOffset`, `InvalidRequest`, `ClosedError`, and what
+        `after.synchronize` raises; nothing has changed then. Raises `DeviceFailure`. The memory is also released while
+        the broker is unreachable.
         """
         try:
             self._holding.check_open()
             if after is not None:
                 _check_fence(after)
-            _, _, pages = self._checked(offset, size)
-            self._backing.drop([pages], after)
+            if size is None:
+                self._free_allocation(where, after)
+            else:
+                _, _, pages = self._checked(where, size)
+                self._backing.drop([pages], after)
         except SHORTENED as error:
             shorten(error)
             raise
 
-    def deallocate_ranges(self, ranges: Iterable[tuple[SupportsIndex, Size]], *, after: Waitable | None = None) -> None:
+    def _free_allocation(self, address: SupportsIndex, after: Waitable | None) -> None:
+        made = address if isinstance(address, PoolRange) else None
+        if made is not None and made.freed:
+            raise NotMapped(f"{made!r} was freed already")
+        self._backing.drop_allocation(whole_number("an address", address, InvalidOffset), after)
+        if made is not None:
+            made.freed = True
+
+    def free_ranges(self, ranges: Iterable[tuple[SupportsIndex, Size]], *, after: Waitable | None = None) -> None:
         """Release every page that any of the ranges touches, after a single wait for the device.
 
-        `ranges` are those of `allocate_ranges`, and `after` is that of `deallocate`. Raises what `deallocate` raises;
+        `ranges` are those of `allocate_ranges`, and `after` is that of `free`. Raises what `free` raises;
         nothing has changed then, except that after a `DeviceFailure` the ranges that were unmapped before it are
         released.
         """
@@ -323,25 +338,10 @@ class VirtualMemoryPool(Resource):
         if runs:
             self._backing.drop(runs, after)
 
-    def free(self, address: int) -> None:
-        """Release the allocation at `address`: what `allocate`, `allocate_anywhere` or `grow` returned.
-
-        It ends before a page that was deallocated: what lies behind such a page is an allocation of its own, and begins
-        at its first page. Raises what `deallocate` raises, and `NotMapped` if no allocation begins there: a compaction
-        moves allocations, and so changes their addresses. Raises `NotMapped` for a `PoolRange` that was freed, too.
-        """
-        self._holding.check_open()
-        made = address if isinstance(address, PoolRange) else None
-        if made is not None and made.freed:
-            raise NotMapped(f"{made!r} was freed already")
-        self._backing.drop_allocation(whole_number("an address", address, InvalidOffset))
-        if made is not None:
-            made.freed = True
-
     def protect(self, offset: SupportsIndex, size: Size, access: AccessFlags | str) -> None:
         """Set the access of every page that [offset, offset + size) touches: `"read"`, `"none"` or `"read_write"`.
 
-        It prevents mistakes of this process, not misuse. It lasts until the pages are deallocated, and compaction
+        It prevents mistakes of this process, not misuse. It lasts until the pages are freed, and compaction
         preserves it. On a GPU, a kernel that violates it ends the process's CUDA context.
 
         A reduction waits for the work that this process has submitted to the device. Raises `NotMapped` when a page is
@@ -483,7 +483,7 @@ class VirtualMemoryPool(Resource):
     def view(self, offset: SupportsIndex, size: Size) -> memoryview:
         """Return [offset, offset + size) as a memoryview, on the host driver. It is writable if all its pages are.
 
-        While it, or an object made from it, lives, the range cannot be deallocated, and a closed pool keeps its memory.
+        While it, or an object made from it, lives, the range cannot be freed, and a closed pool keeps its memory.
         Raises `NotMapped` when a page is not backed, `InvalidRequest` on a GPU, or if a page allows no access,
         `InvalidOffset` and `ClosedError`.
         """
@@ -497,7 +497,7 @@ class VirtualMemoryPool(Resource):
     def span(self, offset: SupportsIndex, size: Size) -> Span:
         """Keep [offset, offset + size) mapped while the result lives: for code that passes on its addresses.
 
-        Like a view, it prevents deallocating the range, and a closed pool keeps its memory. An empty range keeps the
+        Like a view, it prevents freeing the range, and a closed pool keeps its memory. An empty range keeps the
         page of its offset. Raises `NotMapped` when a page is not backed, `InvalidOffset`, `InvalidRequest` and
         `ClosedError`.
         """
@@ -509,8 +509,8 @@ class VirtualMemoryPool(Resource):
     def addresses(self, offset: SupportsIndex, size: Size) -> Span:
         """Keep the addresses [offset, offset + size) reserved while the result lives, whatever memory is there.
 
-        Pages of the range can be allocated, deallocated and offloaded meanwhile, but `compact` moves nothing from or
-        into it. A closed pool keeps its memory until the result is gone, so deallocate first. The caller must make sure
+        Pages of the range can be allocated, freed and offloaded meanwhile, but `compact` moves nothing from or
+        into it. A closed pool keeps its memory until the result is gone, so free them first. The caller must make sure
         that nothing uses an address while it has no memory: such an access ends the process on the host, and its CUDA
         context on a GPU. Raises `InvalidOffset`, `InvalidRequest` and `ClosedError`.
         """
@@ -523,7 +523,7 @@ class VirtualMemoryPool(Resource):
     def pin(self, offset: SupportsIndex, size: Size) -> Iterator[int]:
         """Keep [offset, offset + size) at its address during a block; `as` gives the address.
 
-        As with a living span, the range cannot be deallocated or moved, and its access cannot be reduced. Raises what
+        As with a living span, the range cannot be freed or moved, and its access cannot be reduced. Raises what
         `span` raises.
         """
         span = self.span(offset, size)

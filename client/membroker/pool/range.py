@@ -17,6 +17,7 @@ from ..safetensors import TensorInfo, numpy_array
 from ..tracebacks import ends_at_the_caller
 from ..views import Span
 from ..vmm.sizes import format_size
+from .backing import Waitable
 
 
 class _Pool(Protocol):
@@ -26,7 +27,7 @@ class _Pool(Protocol):
 
     def view(self, offset: int, size: int, /) -> memoryview: ...
 
-    def free(self, address: int, /) -> None: ...
+    def free(self, where: int, /, *, after: Waitable | None = None) -> None: ...
 
 
 @ends_at_the_caller()
@@ -62,7 +63,7 @@ class PoolRange(int):
 
         It is a tensor of `"torch"`, or an array of `"numpy"` (on the host driver) or `"jax"`, as the framework's
         adapter makes it. While it lives, the range cannot be freed. Raises `InvalidRequest` for what does not lie in
-        the range, `NotMapped` when it was deallocated, and what the adapter raises.
+        the range, `NotMapped` when it was freed, and what the adapter raises.
         """
         check_framework(framework)
         if framework == "numpy":
@@ -78,9 +79,9 @@ class PoolRange(int):
         """Keep `size` bytes from byte `offset` of this range on, as `VirtualMemoryPool.span` does: for the adapters."""
         return self._of[0].span(*self._part(offset, size))
 
-    def free(self) -> None:
+    def free(self, *, after: Waitable | None = None) -> None:
         """Release the allocation, as `VirtualMemoryPool.free` does. Raises what that raises, and `NotMapped` twice."""
-        self._of[0].free(self)
+        self._of[0].free(self, after=after)
 
     def _part(self, offset: int, size: int) -> tuple[int, int]:
         """Return the offset of a part in the pool, and its size, after checking that it lies in the range."""

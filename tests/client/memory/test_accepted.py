@@ -49,7 +49,7 @@ class TestSizes:
         assert len(view) == 8
         view.release()
         pool.protect(number(PAGE), number(1), "read")
-        pool.deallocate(number(PAGE), number(2 * PAGE))
+        pool.free(number(PAGE), number(2 * PAGE))
         pool.shrink(number(PAGE))
 
     def test_buffers_take_them_too(self, host: membroker.LocalSource) -> None:

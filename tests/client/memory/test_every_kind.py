@@ -48,14 +48,14 @@ def pool_of(lender: Lender, spare_pages: int = 0) -> VirtualMemoryPool:
     pool = VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=spare_pages)
     pool.grow((1 + spare_pages) * PAGE)
     if spare_pages:
-        pool.deallocate(PAGE, spare_pages * PAGE)
+        pool.free(PAGE, spare_pages * PAGE)
         assert pool.stats().spare_pages == spare_pages
     return pool
 
 
 def calls_of_a_pool(pool: VirtualMemoryPool) -> tuple[Call, ...]:
     within: list[Call] = [
-        partial(call, 0, PAGE) for call in (pool.allocate, pool.deallocate, pool.view, pool.is_mapped)
+        partial(call, 0, PAGE) for call in (pool.allocate, pool.free, pool.view, pool.is_mapped)
     ]
     sized = [partial(call, PAGE) for call in (pool.grow, pool.shrink, pool.prepare, pool.allocate_anywhere)]
     others = (pool.trim, pool.stats, pool.mappings, pool.compact, partial(pool.compact, dry_run=True))

@@ -29,13 +29,13 @@ def test_a_pool_names_the_line(lender: Lender) -> None:
     with VirtualMemoryPool(lender, 4 * PAGE, PAGE) as pool:
         pool.allocate(0, 2 * PAGE)
         exported, at = export(pool, "F32", (4,)), line()
-        for refused in (lambda: pool.deallocate(0, PAGE), pool.offload):
+        for refused in (lambda: pool.free(0, PAGE), pool.offload):
             with pytest.raises(BufferError, match=rf"used by 1 view \(export\(\) at test_holders\.py:{at}\): release"):
                 refused()
         view = pool.view(PAGE, PAGE)
         assert "2 views (export() at test_holders.py" in repr(pool)
         with pytest.raises(BufferError, match=rf"1 view \(view\(\) at test_holders\.py:{at + 4}\)"):
-            pool.deallocate(PAGE, PAGE)
+            pool.free(PAGE, PAGE)
         del view, exported
         assert repr(pool).endswith("backed>")
 

@@ -55,7 +55,7 @@ def test_an_elastic_pool_without_a_broker() -> None:
         put(pool, 3, b"hello")
         assert (source.physical_usage_bytes, source.limit) == (8 * MIB, None)
         assert source.driver.memory(Location.DEVICE).used == 8 * MIB
-        pool.deallocate(0, "6MiB")
+        pool.free(0, "6MiB")
         assert source.physical_usage_bytes == source.driver.memory(Location.DEVICE).used == 2 * MIB
         pool.compact()
         assert text(pool, 0, 5) == b"hello"
@@ -73,7 +73,7 @@ def test_it_keeps_nothing_but_numbers(driver: FlakyDriver) -> None:
         assert driver._handles == {}
         ids = [extent for row in pool.mappings() for extent in row.extents]
         assert len(set(ids)) == 200
-        pool.deallocate(0, 100 * PAGE)
+        pool.free(0, 100 * PAGE)
         pool.allocate(0, 100 * PAGE)
         assert set(ids[:100]).isdisjoint(pool.mappings()[0].extents[:100]), "an id was used twice"
 
@@ -234,7 +234,7 @@ from membroker.vmm import Location
 source = membroker.LocalSource("host")
 pool = membroker.VirtualMemoryPool(source, "1GiB", "2MiB", spare_pages=1)
 pool.allocate(0, "8MiB")
-pool.deallocate(0, "2MiB")
+pool.free(0, "2MiB")
 view = pool.view(2 << 20, 5); view[:] = b"hello"
 read, write = os.pipe()
 child = os.fork()
@@ -296,7 +296,7 @@ def test_many_threads_share_a_limit(driver: FlakyDriver) -> None:
                 except OutOfMemory:
                     refusals[0] += 1
                     continue
-                pool.deallocate(address - pool.base_address, 2 * PAGE)
+                pool.free(address - pool.base_address, 2 * PAGE)
 
         together([churn] * 8)
         assert source.physical_usage_bytes == used(driver) == 0

@@ -101,7 +101,7 @@ def test_a_run_that_is_ready_goes_before_a_lower_one_that_is_not(lender: Lender)
         assert pool.allocate_anywhere(PAGE) == first + 8 * PAGE
 
 
-def test_deallocated_pages_are_kept_as_far_as_they_are_wanted(lender: Lender) -> None:
+def test_freed_pages_are_kept_as_far_as_they_are_wanted(lender: Lender) -> None:
     """They need no call to be allocated again."""
     with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=2) as pool:
         pool.allocate(0, 4 * PAGE)
@@ -109,7 +109,7 @@ def test_deallocated_pages_are_kept_as_far_as_they_are_wanted(lender: Lender) ->
         pool.allocate(4 * PAGE, 2 * PAGE)
         until(lambda: spare(pool) == 2)
         pool.trim()
-        pool.deallocate(0, 2 * PAGE)
+        pool.free(0, 2 * PAGE)
         assert pool.is_mapped(4 * PAGE, 2 * PAGE)
         assert spare(pool) == 2
 
@@ -405,7 +405,7 @@ def test_only_what_was_prepared_and_not_taken_is_spared(lender: Lender) -> None:
     with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=32, ahead=1) as pool:
         pool.prepare(16 * PAGE)
         assert pool.grow(4 * PAGE) == pool.base_address
-        pool.deallocate(0, 4 * PAGE)
+        pool.free(0, 4 * PAGE)
         pool._backing._give_surplus(64)
         assert [(row.offset, row.size) for row in pool.mappings()] == [(4 * PAGE, 12 * PAGE)]
 

@@ -164,21 +164,21 @@ class TestThreads:
                 with pytest.raises(NotMapped):
                     pool.pin(offset, PAGE).__enter__()
             with pytest.raises(NotMapped):
-                pool.deallocate(move.new_offset, move.size)
+                pool.free(move.new_offset, move.size)
             assert lender.driver.read(pool.base_address + move.new_offset, 4).isdigit()
 
         assert holes(pool).compact(on_move=patch) == told
         assert len(told) == 3
         for page in (4, 8):
             pool.allocate(page * PAGE, PAGE)
-        pool.deallocate(0, 5 * PAGE)
+        pool.free(0, 5 * PAGE)
 
     def test_no_lock_is_held_while_moving(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """One thread compacts, and waits for the device: others work elsewhere, and are told at the pages it has."""
         holes(pool)
         moves: list[Move] = []
         with held_up(lender, lambda: moves.extend(pool.compact()), at_the_device=True):
-            calls: tuple[Callable[[int, int], object], ...] = (pool.deallocate, pool.view, pool.span)
+            calls: tuple[Callable[[int, int], object], ...] = (pool.free, pool.view, pool.span)
             for call in calls:
                 with pytest.raises(NotMapped):
                     call(PAGE, 2 * PAGE)
@@ -186,7 +186,7 @@ class TestThreads:
                 pool.allocate(0, PAGE)
             assert [row.state for row in pool.mappings()] == ["changing", "used", "used"]
             pool.allocate(20 * PAGE, PAGE)
-            pool.deallocate(4 * PAGE, PAGE)
+            pool.free(4 * PAGE, PAGE)
         assert moves == [Move(PAGE, 0, 2 * PAGE), Move(8 * PAGE, 2 * PAGE, PAGE), Move(20 * PAGE, 3 * PAGE, PAGE)]
 
     def test_what_other_calls_are_at_stays(self, pool: VirtualMemoryPool, lender: Lender) -> None:
@@ -252,7 +252,7 @@ class TestThreads:
                     assert lender.driver.read(address, 8) == b"%08d" % mark
                     assert lender.driver.read(address + size - 8, 8) == b"%08d" % mark
                 if give_back:
-                    pool.deallocate(offset, size)
+                    pool.free(offset, size)
                     del table[mark]
                     mine.remove(mark)
 
@@ -297,7 +297,7 @@ def test_every_page_follows_its_extent(lender: Lender, seed: int | None) -> None
         for step in range(1000):
             first, count = choose.randrange(60), choose.randint(1, 4)
             wanted = range(first, first + count)
-            kind = choose.choice(("allocate", "anywhere", "deallocate", "deallocate", "protect", "compact", "shrink"))
+            kind = choose.choice(("allocate", "anywhere", "free", "free", "protect", "compact", "shrink"))
             if kind == "allocate":
                 with suppress(AlreadyMapped):
                     pool.allocate(first * PAGE, count * PAGE)
@@ -308,9 +308,9 @@ def test_every_page_follows_its_extent(lender: Lender, seed: int | None) -> None
                 fits = [at for at in range(65 - count) if model.keys().isdisjoint(range(at, at + count))]
                 assert page == fits[0]
                 fill(pool, model, range(page, page + count), step)
-            elif kind == "deallocate":
+            elif kind == "free":
                 with suppress(NotMapped):
-                    pool.deallocate(first * PAGE, count * PAGE)
+                    pool.free(first * PAGE, count * PAGE)
                     for page in wanted:
                         del model[page]
             elif kind == "shrink" and model:

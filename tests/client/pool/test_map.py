@@ -12,7 +12,7 @@ def test_a_cell_for_each_page(lender: Lender) -> None:
         assert str(pool) == f"{pool!r}\nnothing is allocated"
         pool.allocate(PAGE, 5 * PAGE)
         pool.offload(2 * PAGE, PAGE)
-        pool.deallocate(5 * PAGE, PAGE)
+        pool.free(5 * PAGE, PAGE)
         span = pool.span(3 * PAGE, 1)
         assert str(pool).splitlines() == [
             repr(pool),
@@ -30,6 +30,6 @@ def test_a_cell_shows_what_most_of_it_is(lender: Lender) -> None:
     """At most 64 of them, however large the pool."""
     with VirtualMemoryPool(lender, 512 * PAGE, PAGE) as pool:
         pool.allocate(0, 257 * PAGE)
-        pool.deallocate(10 * PAGE, 5 * PAGE)
+        pool.free(10 * PAGE, 5 * PAGE)
         line = str(pool).splitlines()[1]
         assert line == f"|##.{'#' * 49}| # used; a cell is 10.0 MiB"

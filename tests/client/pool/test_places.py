@@ -76,7 +76,7 @@ class TestMappings:
         pool.allocate(0, 2 * PAGE)
         seen: list[list[str]] = []
         lender.driver.before_synchronize = lambda: seen.append([row.state for row in pool.mappings()])
-        pool.deallocate(0, PAGE)
+        pool.free(0, PAGE)
         lender.before_borrow = lambda: seen.append([row.state for row in pool.mappings()])
         pool.allocate(2 * PAGE, PAGE)
         lender.driver.before_synchronize = lambda: None
@@ -102,7 +102,7 @@ class TestPin:
         with pytest.raises(ZeroDivisionError), pool.pin(0, 1):
             raise ZeroDivisionError
         collect()
-        pool.deallocate(0, PAGE)
+        pool.free(0, PAGE)
 
 
 def test_what_a_large_range_allows() -> None:

@@ -64,7 +64,7 @@ class TestSeed:
 def test_ranges_outside_the_pool(pool: VirtualMemoryPool, lender: Lender, offset: int, size: int) -> None:
     """offset + size that would overflow 64 bits is refused like any other range beyond the capacity."""
     before = state(pool, lender)
-    calls = (pool.allocate, pool.deallocate, pool.view, pool.span, lambda *at: pool.pin(*at).__enter__())
+    calls = (pool.allocate, pool.free, pool.view, pool.span, lambda *at: pool.pin(*at).__enter__())
     for call in (*calls, lambda *at: pool.protect(*at, "read")):
         with pytest.raises(InvalidOffset):
             call(offset, size)
@@ -74,7 +74,7 @@ def test_ranges_outside_the_pool(pool: VirtualMemoryPool, lender: Lender, offset
 @pytest.mark.parametrize("size", [0, -1, 2**63, "", "-1MiB", "1.5B", None, 1.5])
 def test_sizes_that_are_none(pool: VirtualMemoryPool, lender: Lender, size: int) -> None:
     before = state(pool, lender)
-    for call in (pool.allocate, pool.deallocate, pool.view):
+    for call in (pool.allocate, pool.free, pool.view):
         with pytest.raises(InvalidRequest):
             call(0, size)
     for grow in (pool.grow, pool.allocate_anywhere, pool.shrink, pool.prepare):
@@ -148,20 +148,20 @@ class TestThreads:
         """One thread waits for memory that only another can free: it must be able to."""
         pool.allocate(0, PAGE)
         with held_up(lender, lambda: pool.allocate(PAGE, PAGE)):
-            pool.deallocate(0, PAGE)
+            pool.free(0, PAGE)
             assert not pool.is_mapped(PAGE)
             with pytest.raises(AlreadyMapped):
                 pool.allocate(PAGE, PAGE)
             with pytest.raises(NotMapped):
-                pool.deallocate(PAGE, PAGE)
+                pool.free(PAGE, PAGE)
         assert pool.is_mapped(PAGE)
 
-    def test_deallocated_twice_at_once(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+    def test_freed_twice_at_once(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """Two threads free the same range while the first waits for the device: nothing is left for the second."""
         pool.allocate(0, 2 * PAGE)
-        with held_up(lender, lambda: pool.deallocate(0, 2 * PAGE), at_the_device=True):
+        with held_up(lender, lambda: pool.free(0, 2 * PAGE), at_the_device=True):
             with pytest.raises(NotMapped):
-                pool.deallocate(PAGE, PAGE)
+                pool.free(PAGE, PAGE)
             with pytest.raises(NotMapped):
                 pool.view(PAGE, 1)
             with pytest.raises(AlreadyMapped):
@@ -217,7 +217,7 @@ class TestAllocateRanges:
         assert state(pool, lender) == before
 
 
-class TestDeallocateRanges:
+class TestFences:
     def test_a_fence_that_fails(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         pool.allocate_ranges(LAYERS)
         before = state(pool, lender)
@@ -237,8 +237,9 @@ class TestDeallocateRanges:
     @staticmethod
     def calls(pool: VirtualMemoryPool, fence: object) -> list[Callable[[], None]]:
         return [
-            lambda: pool.deallocate(3 * PAGE, PAGE, after=fence),
-            lambda: pool.deallocate_ranges(LAYERS, after=fence),
+            lambda: pool.free(3 * PAGE, PAGE, after=fence),
+            lambda: pool.free(pool.base_address + 3 * PAGE, after=fence),
+            lambda: pool.free_ranges(LAYERS, after=fence),
         ]
 
     @pytest.mark.parametrize("wrong", [(40 * PAGE, PAGE), (3 * PAGE, 1)])
@@ -246,7 +247,7 @@ class TestDeallocateRanges:
         pool.allocate_ranges(LAYERS)
         before = state(pool, lender)
         with pytest.raises((NotMapped, InvalidRequest)):
-            pool.deallocate_ranges([*LAYERS, wrong])
+            pool.free_ranges([*LAYERS, wrong])
         assert state(pool, lender) == before
 
     def test_the_driver_fails_half_way(
@@ -264,11 +265,11 @@ class TestDeallocateRanges:
 
         monkeypatch.setattr(lender.driver, "unmap", flaky)
         with pytest.raises(DeviceFailure):
-            pool.deallocate_ranges(LAYERS)
+            pool.free_ranges(LAYERS)
         assert [pool.is_mapped(offset) for offset, _ in LAYERS] == [False, False, True, True]
         assert lender.lent_bytes == 2 * PAGE
         monkeypatch.undo()
-        pool.deallocate_ranges(LAYERS[2:])
+        pool.free_ranges(LAYERS[2:])
         assert lender.lent_bytes == 0
 
 
@@ -305,7 +306,7 @@ class TestSpare:
         """Sixteen threads want the same page, again and again: exactly one gets it each time."""
         for _ in range(50):
             keeping.allocate(0, PAGE)
-            keeping.deallocate(0, PAGE)
+            keeping.free(0, PAGE)
             won: list[int] = []
 
             def race(won: list[int] = won) -> None:
@@ -314,16 +315,16 @@ class TestSpare:
 
             together([race] * 16)
             assert won == [keeping.base_address]
-            keeping.deallocate(0, PAGE)
+            keeping.free(0, PAGE)
 
     @pytest.mark.parametrize("pages", [1, 2])
     def test_what_another_call_is_about_to_use(self, keeping: VirtualMemoryPool, lender: Lender, pages: int) -> None:
         """One thread waits for the page between two spare ones: nobody else gets those, and nobody trims them away."""
         keeping.allocate(0, 5 * PAGE)
-        keeping.deallocate(0, 2 * PAGE)
-        keeping.deallocate(3 * PAGE, 2 * PAGE)
+        keeping.free(0, 2 * PAGE)
+        keeping.free(3 * PAGE, 2 * PAGE)
         keeping._backing.spare_pages = 0
-        keeping.deallocate(2 * PAGE, PAGE)
+        keeping.free(2 * PAGE, PAGE)
         keeping._backing.spare_pages = 4
         with held_up(lender, lambda: keeping.allocate(0, 5 * PAGE)):
             with pytest.raises(AlreadyMapped):
@@ -339,7 +340,7 @@ class TestSpare:
     def test_trim_while_another_call_borrows(self, keeping: VirtualMemoryPool, lender: Lender) -> None:
         """Elsewhere in the pool somebody waits for memory; what is given back here may be what he waits for."""
         keeping.allocate(0, 4 * PAGE)
-        keeping.deallocate(0, 4 * PAGE)
+        keeping.free(0, 4 * PAGE)
         with held_up(lender, lambda: keeping.allocate(8 * PAGE, 4 * PAGE)):
             assert keeping.trim() == 4 * PAGE
             assert lender.lent_bytes == 0
@@ -348,11 +349,11 @@ class TestSpare:
     def test_allocate_while_another_call_trims(self, keeping: VirtualMemoryPool, lender: Lender) -> None:
         """The trim waits for the device with a page in hand: that page is being changed, and then it is nobody's."""
         keeping.allocate(0, 2 * PAGE)
-        keeping.deallocate(0, PAGE)
+        keeping.free(0, PAGE)
         with held_up(lender, keeping.trim, at_the_device=True):
             with pytest.raises(AlreadyMapped):
                 keeping.allocate(0, PAGE)
-            keeping.deallocate(PAGE, PAGE)
+            keeping.free(PAGE, PAGE)
             keeping.allocate(PAGE, PAGE)
         assert not keeping.is_mapped(0)
         keeping.allocate(0, PAGE)
@@ -383,7 +384,7 @@ class TestSpare:
                 del view
                 for page in range(first, first + count):
                     owned[page].release()
-                keeping.deallocate(first * PAGE, count * PAGE)
+                keeping.free(first * PAGE, count * PAGE)
 
         together([partial(churn, seed) for seed in range(6)])
         stats = keeping.stats()

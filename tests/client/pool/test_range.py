@@ -7,6 +7,7 @@ import json
 import pickle
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -66,6 +67,17 @@ class TestFacts:
         assert pool.is_mapped(made.offset)
 
 
+def test_it_is_freed_after_a_fence(pool: VirtualMemoryPool, lender: Lender) -> None:
+    """And then waits for nothing else."""
+    lender.driver.before_synchronize = lambda: pytest.fail("it waited for the device")
+    waits: list[int] = []
+    fence = SimpleNamespace(synchronize=lambda: waits.append(pool.physical_usage_bytes))
+    pool.allocate(0, PAGE).free(after=fence)
+    pool.free(pool.grow(PAGE), after=fence)
+    assert (waits, pool.physical_usage_bytes) == ([PAGE, PAGE], 0)
+    lender.driver.before_synchronize = lambda: None
+
+
 class TestTensors:
     def test_an_array_over_it(self, pool: VirtualMemoryPool) -> None:
         pool.allocate(0, PAGE)
@@ -104,7 +116,7 @@ def test_a_size_may_be_the_product_of_a_shape(pool: VirtualMemoryPool) -> None:
     size = np.prod(shape) * np.dtype("float32").itemsize
     first, second = pool.allocate_anywhere(size), pool.allocate(size, size)
     assert (first.nbytes, second.offset, second.nbytes) == (PAGE, PAGE, PAGE)
-    pool.deallocate(np.int64(0), size)
+    pool.free(np.int64(0), size)
     assert pool.stats().mapped_pages == 1
 
 

@@ -163,9 +163,6 @@ class Story:
     def do_allocate(self, offset: str, size: str) -> str:
         return self.at(self.pool.allocate(bytes_of(offset), bytes_of(size)))
 
-    def do_deallocate(self, offset: str, size: str, *after: str) -> None:
-        self.pool.deallocate(bytes_of(offset), bytes_of(size), after=self if after else None)
-
     def do_anywhere(self, size: str, alignment: str = "0") -> str:
         return self.at(self.pool.allocate_anywhere(bytes_of(size), bytes_of(alignment)))
 
@@ -181,8 +178,12 @@ class Story:
     def do_trim(self) -> str:
         return pages(self.pool.trim())
 
-    def do_free(self, offset: str) -> None:
-        self.pool.free(self.pool.base_address + bytes_of(offset))
+    def do_free(self, offset: str, size: str = "", *after: str) -> None:
+        """Free a range, or the allocation at an offset."""
+        if size:
+            self.pool.free(bytes_of(offset), bytes_of(size), after=self if after else None)
+        else:
+            self.pool.free(self.pool.base_address + bytes_of(offset))
 
     def do_ranges(self, *offsets: str) -> None:
         ranges = [(int(offset) * PAGE, PAGE) for offset in offsets if offset != "ahead"]
@@ -190,7 +191,7 @@ class Story:
 
     def do_unranges(self, *offsets: str) -> None:
         ranges = [(int(offset) * PAGE, PAGE) for offset in offsets if offset != "after"]
-        self.pool.deallocate_ranges(ranges, after=self if "after" in offsets else None)
+        self.pool.free_ranges(ranges, after=self if "after" in offsets else None)
 
     def do_protect(self, offset: str, size: str, access: str) -> None:
         self.pool.protect(bytes_of(offset), bytes_of(size), access)

@@ -146,7 +146,7 @@ def test_long_and_short_calls_share_the_window(daemon: Daemon) -> None:
             with model.pool(page_size=PAGE, virtual_capacity=150 * PAGE) as pool:
                 for _ in range(30 if pages == 1 else 6):
                     pool.allocate(0, pages * PAGE)
-                    pool.deallocate(0, pages * PAGE)
+                    pool.free(0, pages * PAGE)
         except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
             errors.append(error)
 
@@ -170,7 +170,7 @@ def test_an_old_client_is_served_as_before(daemon: Daemon) -> None:
         with model.pool(page_size=PAGE, virtual_capacity=120 * PAGE) as pool:
             for _ in range(3):
                 pool.allocate(0, 120 * PAGE)
-                pool.deallocate(0, 120 * PAGE)
+                pool.free(0, 120 * PAGE)
         for _ in range(5):
             model.allocate(PAGE).close()
         until(lambda: is_settled(daemon))

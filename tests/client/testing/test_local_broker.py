@@ -77,7 +77,7 @@ def test_a_recall_comes_and_is_answered(broker: LocalBroker) -> None:
 
             def release(recall: membroker.Recall) -> None:
                 recalls.append(recall)
-                pool.deallocate(pool.physical_usage_bytes - recall.size, recall.size)
+                pool.free(pool.physical_usage_bytes - recall.size, recall.size)
 
             model.on_recall(release)
             for left in (24, 16):

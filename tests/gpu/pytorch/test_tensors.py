@@ -93,7 +93,7 @@ def test_lifetimes_and_waiting(daemon: Daemon) -> None:
         pool.allocate(0, "8MiB")
         one = tensor(pool, torch.int32, (MIB,), offset=MIB)
         try:
-            pool.deallocate(0, "2MiB")
+            pool.free(0, "2MiB")
         except BufferError as error:
             print(error)
         side = torch.cuda.Stream()
@@ -102,8 +102,8 @@ def test_lifetimes_and_waiting(daemon: Daemon) -> None:
             one.fill_(1)
             done.record()
         del one
-        pool.deallocate(0, "8MiB")
-        assert done.query(), "deallocate did not wait"
+        pool.free(0, "8MiB")
+        assert done.query(), "free did not wait"
         pool.close()
         torch.cuda.synchronize()
         assert used() == 0

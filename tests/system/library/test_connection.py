@@ -37,7 +37,7 @@ class TestMainJob:
             for page in range(128):
                 pool.view(page * PAGE, 8)[:] = page.to_bytes(8, "little")
             assert [int.from_bytes(pool.view(page * PAGE, 8), "little") for page in range(128)] == [*range(128)]
-            pool.deallocate(PAGE, 126 * PAGE)
+            pool.free(PAGE, 126 * PAGE)
             until(lambda: daemon.books().lent_bytes == 2 * PAGE)
 
     @one_transport
@@ -119,7 +119,7 @@ class TestThreads:
                         buffer.view()[:] = bytes([number])
                     for page in range(3):
                         assert bytes(pool.view(page * PAGE, 16)) == mark
-                    pool.deallocate(0, 3 * PAGE)
+                    pool.free(0, 3 * PAGE)
 
         with membroker.connect(daemon.endpoint(), transport=transport) as client:
             model = client.model("m")
@@ -194,7 +194,7 @@ class TestGarbage:
             model = client.model("m", limit="16MiB")
             pool = model.pool(page_size=PAGE, virtual_capacity="64MiB")
             pool.allocate(0, 1)
-            pool.deallocate(0, 1)
+            pool.free(0, 1)
 
             def opened() -> int:  # gRPC has a channel open, so its threads are not waited for
                 return len(os.listdir("/proc/self/fd"))
@@ -204,7 +204,7 @@ class TestGarbage:
                 pool.allocate(0, 2 * PAGE)
                 with pytest.raises(membroker.OutOfMemory):
                     pool.grow("16MiB")
-                pool.deallocate(0, 2 * PAGE)
+                pool.free(0, 2 * PAGE)
                 counts.append(opened())  # a client of an earlier test may be closing its own meanwhile
             until(lambda: opened() <= min(counts))
 

@@ -140,7 +140,7 @@ def test_a_stopped_daemon_with_a_full_socket(monkeypatch: pytest.MonkeyPatch) ->
         pool.allocate(0, pages * PAGE)
         with hold_still(daemon):
             for page in range(pages):
-                pool.deallocate(page * PAGE, PAGE)
+                pool.free(page * PAGE, PAGE)
         until(lambda: daemon.books().lent_bytes == 0)
         pool.allocate(0, PAGE)
 

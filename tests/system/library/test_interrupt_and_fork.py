@@ -77,7 +77,7 @@ client.close()
                 while not stop.is_set():
                     pool.allocate(0, 3 * PAGE)
                     pool.view(0, 3 * PAGE)[:] = b"\xa5" * 3 * PAGE
-                    pool.deallocate(0, 3 * PAGE)
+                    pool.free(0, 3 * PAGE)
 
         with membroker.connect(daemon.endpoint(), transport=transport, outage=outage) as client:
             model = client.model("m")
@@ -126,7 +126,7 @@ def refuses(call):
 child = os.fork()
 if not child:
     try:
-        calls = [lambda: pool.allocate(4 * PAGE, 1), lambda: pool.deallocate(0, 1), lambda: pool.grow(1), pool.stats,
+        calls = [lambda: pool.allocate(4 * PAGE, 1), lambda: pool.free(0, 1), lambda: pool.grow(1), pool.stats,
                  lambda: pool.is_mapped(0), lambda: pool.view(0, 1), lambda: pool.base_address,
                  buffer.view, lambda: buffer.address, lambda: model.allocate(1), model.pool, model.stats,
                  lambda: model.declare(0), model.unregister, client.models, client.sessions, client.device,

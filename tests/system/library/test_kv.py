@@ -216,7 +216,7 @@ def test_a_model_whose_cache_went_with_its_pool_answers_recalls() -> None:
         with membroker.connect(daemon.endpoint("blue")) as blue, pytest.raises(membroker.OutOfMemory):
             blue.model("m").allocate(32 * MIB, timeout=2)
         until(lambda: model.pending_recall is None)
-        other.deallocate(0, PAGE)
+        other.free(0, PAGE)
         other.allocate(0, PAGE, timeout=600)  # a moment later: what was kept counts as late at first
 
 

@@ -257,13 +257,13 @@ def test_a_rank_that_fails_to_unmap_keeps_no_block_in_use(start: Start) -> None:
     engine.until(lambda: engine.toy.finished)
     engine.workers[1].do(
         "def fail(ranges, after): raise membroker.errors.DeviceFailure('munmap')\n"
-        "real, pool.deallocate_ranges = pool.deallocate_ranges, fail"
+        "real, pool.free_ranges = pool.free_ranges, fail"
     )
     engine.until(lambda: engine.used()[0] < engine.used()[1])
     engine.toy.add(Request(20))
     for _ in range(10):
         step(engine.cache, engine.toy)
-    engine.workers[1].do("pool.deallocate_ranges = real")
+    engine.workers[1].do("pool.free_ranges = real")
     engine.until(lambda: engine.toy.finished == 2)
     engine.until(lambda: engine.used() == [PAGE, PAGE])
     engine.cache.close()

@@ -130,9 +130,9 @@ class TestSeed:
                 96 * MIB,
                 48,
             )
-            pool.deallocate(0, 64 * MIB)
+            pool.free(0, 64 * MIB)
             assert [(move.old_offset, move.new_offset, move.size) for move in pool.compact()] == [(GIB, 0, 32 * MIB)]
-            pool.deallocate(0, 32 * MIB)
+            pool.free(0, 32 * MIB)
             assert pool.physical_usage_bytes == 0
         if model is not None:
             model.unregister()

@@ -63,12 +63,12 @@ def tensor(source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0
 def address_tensor(pool: VirtualMemoryPool, dtype: Any, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
     """Return a tensor over addresses of a pool, from byte `offset` on, whether pages there have memory or not.
 
-    It keeps the addresses, and not the pages: these can be allocated and deallocated while it lives, as the pages of a
+    It keeps the addresses, and not the pages: these can be allocated and freed while it lives, as the pages of a
     KV cache are. Only elements whose pages are allocated may be used. Any other access ends the process on the host,
-    and its CUDA context on a GPU; so does a kernel that still runs when a page is deallocated. The device and `dtype`
+    and its CUDA context on a GPU; so does a kernel that still runs when a page is freed. The device and `dtype`
     are as for `tensor`. The bytes of a page are zero when it has been allocated.
 
-    A closed pool keeps its memory until the tensor is gone, so deallocate first. Raises what `tensor` raises, except
+    A closed pool keeps its memory until the tensor is gone, so free first. Raises what `tensor` raises, except
     `NotMapped`.
     """
     return _over(_Addresses(pool), dtype, shape, offset)

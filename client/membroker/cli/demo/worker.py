@@ -73,7 +73,7 @@ class Cache:
         for page in self._requests.pop(request):
             self._check(request, page)
             self.pages_checked += 1
-            self._pool.deallocate(page * PAGE, PAGE)
+            self._pool.free(page * PAGE, PAGE)
             self._free.append(page)
 
     def _check(self, request: int, page: int) -> None:

@@ -253,7 +253,7 @@ def test_a_lost_device_keeps_no_host_memory(pool: VirtualMemoryPool, lender: Len
     lender.driver.lost = False
     mapped, offloaded = sizes(pool)
     assert mapped + offloaded == 12
-    pool.deallocate(0, 12 * PAGE)
+    pool.free(0, 12 * PAGE)
     assert lender.declared_bytes == pinned_bytes(lender) == 0
 
 

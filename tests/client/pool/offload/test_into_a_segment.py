@@ -207,7 +207,7 @@ wait()
             pool.restore_from(segment)
         assert sizes(pool) == (0, 1)
         pool.restore()
-        pool.deallocate(3 * PAGE, PAGE)
+        pool.free(3 * PAGE, PAGE)
         assert pool.stats().spare_pages == 1
         assert pool.restore_from(segment) == 4 * PAGE
         assert is_whole(pool, 4)

@@ -121,7 +121,7 @@ def told(done, total):
             pool.offload()
             assert self.books(daemon) == (0, 17 * MIB)
             daemon.kill()
-            pool.deallocate(0, 3 * PAGE)
+            pool.free(0, 3 * PAGE)
             daemon.start_again()
             until(lambda: self.books(daemon) == (0, 11 * MIB))
             pool.restore()

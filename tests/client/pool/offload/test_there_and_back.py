@@ -104,15 +104,15 @@ class TestThereAndBack:
         for _ in range(300):
             first, count = dice.randrange(24), dice.randrange(1, 6)
             pages = range(first, first + count)
-            what = dice.choice(("allocate", "deallocate", "offload", "restore"))
+            what = dice.choice(("allocate", "free", "offload", "restore"))
             if what == "allocate" and not there.keys() & set(pages):
                 pool.allocate(first * PAGE, count * PAGE)
                 for page in pages:
                     there[page] = dice.randbytes(16)
                     pool.view(page * PAGE, 16)[:] = there[page]
                     pool.view(page * PAGE + PAGE - 16, 16)[:] = there[page]
-            elif what == "deallocate" and there.keys() >= set(pages):
-                pool.deallocate(first * PAGE, count * PAGE)
+            elif what == "free" and there.keys() >= set(pages):
+                pool.free(first * PAGE, count * PAGE)
                 for page in pages:
                     del there[page]
                 away.difference_update(pages)
@@ -191,7 +191,7 @@ def test_a_view_is_the_same_after_it(
     assert bytes(view) == data[: 3 * PAGE]
     assert bytes(pool.view(5 * PAGE, PAGE)) == data[5 * PAGE : 6 * PAGE]
     with pytest.raises(BufferError, match="1 view"):
-        pool.deallocate(5 * PAGE, PAGE)
+        pool.free(5 * PAGE, PAGE)
     del view, exported
 
 
@@ -276,7 +276,7 @@ def test_another_call_is_at_a_page(pool: VirtualMemoryPool, lender: Lender) -> N
     refused: list[str] = []
 
     def disturb(done: int, total: int) -> None:
-        for call in (pool.offload, pool.restore, lambda: pool.deallocate(0, 8 * PAGE), lambda: pool.view(0, 1)):
+        for call in (pool.offload, pool.restore, lambda: pool.free(0, 8 * PAGE), lambda: pool.view(0, 1)):
             try:
                 call()
             except NotMapped as error:
