@@ -21,7 +21,7 @@ BATCH = 50_000
 
 def column(buffer: membroker.GrowableBuffer) -> numpy.ndarray:
     """Return all measurements so far: an array over the buffer's own bytes."""
-    return numpy.from_dlpack(export(buffer, "F64", (buffer.size // 8,)))
+    return numpy.from_dlpack(export(buffer, (buffer.size // 8,), "F64"))
 
 
 def main() -> None:

@@ -100,7 +100,7 @@ class DlpackTensor:
         device: tuple[int, int],
         read_only: bool = False,
     ) -> None:
-        size_of(dtype, shape)
+        size_of(shape, dtype)
         dtype, shape = word_of(dtype), shape_of(shape)
         self._dtype = _DTYPES[dtype]
         if address % (self._dtype.bits // 8):
@@ -195,7 +195,7 @@ class DlpackTensor:
 
 
 def export(
-    source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0, *, ignore_read_only: bool = False
+    source: Exportable, shape: Sequence[int], dtype: Any, offset: int = 0, *, ignore_read_only: bool = False
 ) -> DlpackTensor:
     """Return `shape` elements of `dtype` from byte `offset` of a buffer, a pool or a segment; nothing is copied.
 
@@ -208,7 +208,7 @@ def export(
     multiple of the element size, an unknown dtype or an invalid shape; `NotMapped` for a page without memory;
     `ClosedError`; `ImportError`.
     """
-    span = source.span(offset, size_of(dtype, shape))
+    span = source.span(offset, size_of(shape, dtype))
     read_only = not span.writable and not ignore_read_only
     return DlpackTensor(span, span.address, shape, dtype, device_of(span.device), read_only=read_only)
 
@@ -224,7 +224,7 @@ def device_of(device: DeviceInfo) -> tuple[int, int]:
     return (CPU, 0) if device.driver == "host" else (CUDA, device.ordinal)
 
 
-def size_of(dtype: Any, shape: Sequence[int]) -> int:
+def size_of(shape: Sequence[int], dtype: Any) -> int:
     """Return the bytes of a tensor. Raises `InvalidRequest` for a dtype that DLPack does not have, or a bad shape."""
     known = _DTYPES.get(word_of(dtype))
     if known is None:

@@ -233,7 +233,7 @@ class Segment(ByteAccess):
             try:
                 self._check_writable()
                 if is_tensor:
-                    copy = partial(_copy_tensor, torch.from_dlpack(export(self, "U8", (size,), offset)))
+                    copy = partial(_copy_tensor, torch.from_dlpack(export(self, (size,), "U8", offset)))
                 else:
                     copy = partial(self._copy_bytes, written.address)
                 for first in range(0, size, CHUNK_BYTES):

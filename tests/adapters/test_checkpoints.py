@@ -153,11 +153,11 @@ class TestJax:
         jnp = jax.numpy
         with model.allocate("2MiB") as buffer:
             for dtype in (jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.float8_e4m3fn, jnp.zeros(1).dtype):
-                made = array(buffer, dtype, (4,))
+                made = array(buffer, (4,), dtype)
                 assert made.dtype == dtype
                 del made
             for word in ("BF16", "F16", "I32", "U8", "BOOL", "C64"):
-                assert array(buffer, word, (4, 4)).shape == (4, 4)
+                assert array(buffer, (4, 4), word).shape == (4, 4)
             collect()
 
     def test_a_refusal_says_what_this_adapter_can_do(self, model: membroker.Model) -> None:
@@ -168,7 +168,7 @@ class TestJax:
             with pytest.raises(
                 membroker.InvalidRequest, match="offset 4 is not: begin the array at a multiple of 64"
             ) as at:
-                array(buffer, "F32", (4,), offset=4)
+                array(buffer, (4,), "F32", offset=4)
             assert "copy=" not in str(at.value)
 
     def test_a_tensor_that_jax_refuses_is_named(self, client: membroker.Client, model: membroker.Model) -> None:

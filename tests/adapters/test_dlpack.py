@@ -54,22 +54,22 @@ class TestBytes:
     def test_both_sides_see_the_same_bytes(self, model: Model, by: str) -> None:
         """An engine puts its cache into borrowed memory: what the kernel writes is where the broker lent it."""
         with model.allocate("1MiB") as buffer:
-            array = consume(export(buffer, "F32", (16, 3), offset=64), by)
+            array = consume(export(buffer, (16, 3), "F32", offset=64), by)
             assert tuple(array.shape) == (16, 3)
             array[2, 1] = 1.5
             assert np.frombuffer(buffer.view(), "<f4")[16 + 7] == 1.5
             del array
             # A checkpoint has a temperature of shape (), and an adapter of no rows at the very end.
-            assert tuple(consume(export(buffer, "F32", ()), by).shape) == ()
-            assert tuple(consume(export(buffer, "F32", (0, 5), offset=MIB), by).shape) == (0, 5)
+            assert tuple(consume(export(buffer, (), "F32"), by).shape) == ()
+            assert tuple(consume(export(buffer, (0, 5), "F32", offset=MIB), by).shape) == (0, 5)
         with pytest.raises(ClosedError):
-            export(buffer, "U8", (4,))
+            export(buffer, (4,), "U8")
 
     @pytest.mark.parametrize(("dtype", "name"), list(NUMPYS.items()))
     @frameworks
     def test_every_dtype_that_numpy_has(self, model: Model, by: str, dtype: str, name: str) -> None:
         with model.allocate("1MiB") as buffer:
-            array = consume(export(buffer, dtype, (2, 3)), by)
+            array = consume(export(buffer, (2, 3), dtype), by)
             assert str(array.dtype).removeprefix("torch.") == name
             array.reshape(-1)[1:2] = 1
             assert bytes(np.asarray(array).tobytes()) == bytes(buffer.view()[: 6 * array.itemsize])
@@ -87,7 +87,7 @@ class TestBytes:
         values = np.array([1.0, 2.0, 0.5, 4.0]).astype(getattr(ml_dtypes, name[dtype]))
         with model.allocate("1MiB") as buffer:
             buffer.view()[: values.nbytes] = values.tobytes()
-            tensor = torch.from_dlpack(export(buffer, dtype, (4,)))
+            tensor = torch.from_dlpack(export(buffer, (4,), dtype))
             assert tensor.dtype == getattr(torch, name[dtype])
             assert tensor.to(torch.float32).tolist() == [1.0, 2.0, 0.5, 4.0]
             del tensor
@@ -96,7 +96,7 @@ class TestBytes:
     def test_numpy_refuses_what_it_has_not_and_keeps_nothing(self, model: Model, dtype: str) -> None:
         """Which is NumPy's own sentence; `Segment.tensors` is the way to those with ml_dtypes."""
         with model.allocate("1MiB") as buffer, pytest.raises((RuntimeError, BufferError), match="nsupported dtype"):
-            np.from_dlpack(export(buffer, dtype, (4,)))
+            np.from_dlpack(export(buffer, (4,), dtype))
 
     def test_a_range_of_a_pool(self, model: Model, torch: Any) -> None:
         """A cache in a pool: only what is backed can be exported, and what is exported cannot be freed."""
@@ -106,7 +106,7 @@ class TestBytes:
             tensor.fill_(1)
             assert bytes(pool.view(3 * PAGE - 2, 2)) == b"\x80\x3f"
             with pytest.raises(NotMapped):
-                export(pool, "U8", (1,), offset=0)
+                export(pool, (1,), "U8", offset=0)
             with pytest.raises(BufferError):
                 pool.free(2 * PAGE, PAGE)
             del tensor
@@ -120,10 +120,10 @@ class TestGrowing:
     def test_an_array_stays_valid_while_its_buffer_grows(self, model: Model, by: str) -> None:
         """A column of a table is appended to: the array of before is a part of the one of after, at the same place."""
         with model.growable_buffer(4096, "64MiB", PAGE) as buffer:
-            before = consume(export(buffer, "F32", (1024,)), by)
+            before = consume(export(buffer, (1024,), "F32"), by)
             before[:] = 1
             buffer.resize(3 * PAGE)
-            after = consume(export(buffer, "F32", (3 * PAGE // 4,)), by)
+            after = consume(export(buffer, (3 * PAGE // 4,), "F32"), by)
             after[1024:] = 2
             before[0] = 5
             assert float(after[0]) == 5
@@ -217,15 +217,15 @@ class TestRefused:
     ) -> None:
         """A layout that was computed wrong is told so before a kernel runs over its neighbour."""
         with model.allocate("1MiB") as buffer, pytest.raises(InvalidRequest):
-            export(buffer, dtype, shape, offset)
+            export(buffer, shape, dtype, offset)
 
     def test_a_pool_says_that_the_offset_is_wrong(self, model: Model) -> None:
         with model.pool(page_size=PAGE, virtual_capacity=4 * PAGE) as pool, pytest.raises(InvalidOffset):
-            export(pool, "U8", (1,), offset=4 * PAGE)
+            export(pool, (1,), "U8", offset=4 * PAGE)
 
     def test_another_device_a_copy_a_stream(self, model: Model) -> None:
         with model.allocate("1MiB") as buffer:
-            tensor = export(buffer, "U8", (4,))
+            tensor = export(buffer, (4,), "U8")
             for wish in ({"dl_device": (dlpack.CUDA, 0)}, {"copy": True}, {"stream": 1}):
                 with pytest.raises(BufferError):
                     tensor.__dlpack__(**wish)  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ class TestRefused:
     def test_without_numpy_there_is_a_sentence(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "numpy", None)
         with model.allocate("1MiB") as buffer, pytest.raises(ImportError, match="pip install numpy"):
-            export(buffer, "U8", (4,))
+            export(buffer, (4,), "U8")
 
 
 class TestReadOnly:
@@ -252,7 +252,7 @@ class TestReadOnly:
         info = sealed.index()["w"]
         with client.attach("llama/weights") as attached:
             for segment in (sealed, attached):
-                array = np.from_dlpack(export(segment, info.dtype, info.shape, info.offset))
+                array = np.from_dlpack(export(segment, info.shape, info.dtype, info.offset))
                 assert not array.flags.writeable
                 assert array.tolist() == list(range(8))
                 del array
@@ -260,7 +260,7 @@ class TestReadOnly:
     def test_torch_reads_it_and_is_not_told(self, sealed: membroker.Segment, torch: Any) -> None:
         """PyTorch has no read-only tensors: it takes it, without a copy, and a write would be a fault."""
         info = sealed.index()["w"]
-        tensor = torch.from_dlpack(export(sealed, info.dtype, info.shape, info.offset))
+        tensor = torch.from_dlpack(export(sealed, info.shape, info.dtype, info.offset))
         assert tensor.data_ptr() == sealed.address + info.offset
         assert tensor.sum().item() == 28
         del tensor
@@ -269,8 +269,8 @@ class TestReadOnly:
         """JAX asks for no version: nobody writes through it, so it may have the memory without the flag."""
         info = sealed.index()["w"]
         with pytest.raises(BufferError, match="ignore_read_only"):
-            export(sealed, info.dtype, info.shape, info.offset).__dlpack__()
-        tensor = export(sealed, info.dtype, info.shape, info.offset, ignore_read_only=True)
+            export(sealed, info.shape, info.dtype, info.offset).__dlpack__()
+        tensor = export(sealed, info.shape, info.dtype, info.offset, ignore_read_only=True)
         assert '"dltensor"' in repr(tensor.__dlpack__())
 
     def test_a_writer_writes_by_tensors_and_seals_when_they_are_gone(
@@ -278,13 +278,13 @@ class TestReadOnly:
     ) -> None:
         """Weights are computed straight into a segment: a tensor that could still write them puts off the seal."""
         with model.create_segment("made", "1MiB") as segment:
-            tensor = torch.from_dlpack(export(segment, "F32", (4,)))
+            tensor = torch.from_dlpack(export(segment, (4,), "F32"))
             tensor.copy_(torch.arange(4.0))
             with pytest.raises(BufferError):
                 segment.seal()
             del tensor
             segment.seal()
-            assert np.from_dlpack(export(segment, "F32", (4,))).tolist() == [0, 1, 2, 3]
+            assert np.from_dlpack(export(segment, (4,), "F32")).tolist() == [0, 1, 2, 3]
         client.delete_segment("llama/made")
 
 
@@ -293,7 +293,7 @@ class TestLives:
     def test_closing_waits_for_the_last_tensor(self, daemon: Daemon, model: Model, by: str) -> None:
         """An engine closes its buffer while a request still computes on a slice of it: nothing is pulled away."""
         buffer = model.allocate(PAGE)
-        array = consume(export(buffer, "U8", (PAGE,)), by)
+        array = consume(export(buffer, (PAGE,), "U8"), by)
         part = array[7:9]
         buffer.close()
         assert buffer.closed
@@ -309,7 +309,7 @@ class TestLives:
     def test_a_tensor_keeps_a_buffer_that_nobody_else_knows(self, daemon: Daemon, by: str, closes: bool) -> None:
         """Also when its client was closed."""
         client = membroker.connect(str(daemon.endpoint()))
-        array = consume(export(client.model("short").allocate(PAGE), "U8", (PAGE,)), by)
+        array = consume(export(client.model("short").allocate(PAGE), (PAGE,), "U8"), by)
         if closes:
             client.close()
         collect()
@@ -324,7 +324,7 @@ class TestLives:
         self, daemon: Daemon, model: Model, version: tuple[int, int] | None
     ) -> None:
         buffer = model.allocate(PAGE)
-        capsule = export(buffer, "BF16", (4,)).__dlpack__(max_version=version)
+        capsule = export(buffer, (4,), "BF16").__dlpack__(max_version=version)
         buffer.close()
         assert daemon.books().lent_bytes == PAGE
         del capsule
@@ -332,7 +332,7 @@ class TestLives:
 
     def test_a_capsule_is_consumed_once(self, model: Model, torch: Any) -> None:
         with model.allocate("1MiB") as buffer:
-            capsule = export(buffer, "U8", (4,)).__dlpack__()
+            capsule = export(buffer, (4,), "U8").__dlpack__()
             tensor = torch.from_dlpack(capsule)
             assert "used_dltensor" in repr(capsule)
             with pytest.raises((RuntimeError, ValueError)):
@@ -341,7 +341,7 @@ class TestLives:
 
     def test_each_consumer_gets_a_capsule_of_its_own(self, model: Model, torch: Any) -> None:
         with model.allocate("1MiB") as buffer:
-            tensor = export(buffer, "I32", (4,))
+            tensor = export(buffer, (4,), "I32")
             one, other = torch.from_dlpack(tensor), np.from_dlpack(tensor)
             one[1] = 7
             assert other.tolist() == [0, 7, 0, 0]
@@ -351,7 +351,7 @@ class TestLives:
     def test_the_last_tensor_dies_in_another_thread(self, daemon: Daemon, model: Model, by: str) -> None:
         """An engine's worker drops its tensors wherever it ends, while other threads use the client."""
         buffer = model.allocate(PAGE)
-        arrays = [consume(export(buffer, "U8", (16,), offset=16 * i), by) for i in range(32)]
+        arrays = [consume(export(buffer, (16,), "U8", offset=16 * i), by) for i in range(32)]
         buffer.close()
         threads = [threading.Thread(target=lambda: arrays.pop() is None) for _ in range(32)]
         for thread in threads:
@@ -368,7 +368,7 @@ class TestLives:
         A deleter in Python would run at that moment, and lose it: "error return without exception set".
         """
         with model.allocate("1MiB") as buffer:
-            tensor = export(buffer, "U8", (4,))
+            tensor = export(buffer, (4,), "U8")
             make = DlpackTensor.__dlpack__ if by == "nobody" else partial(consume, by=by)
             with pytest.raises(ZeroDivisionError):
                 print(make(tensor), 1 / 0)
@@ -398,7 +398,7 @@ class TestLives:
 
             def export_some(count: int) -> None:
                 for number in range(count):
-                    consume(export(buffer, "F32", (number % 97 + 1, 3), offset=4 * (number % 89)), by)
+                    consume(export(buffer, (number % 97 + 1, 3), "F32", offset=4 * (number % 89)), by)
 
             export_some(1000)
             collect()
@@ -425,12 +425,12 @@ def test_tensors_that_outlive_the_interpreter(daemon: Daemon) -> None:
         from membroker.dlpack import export
         client = membroker.connect({str(daemon.endpoint())!r})
         buffer = client.model("last").allocate("1MiB")
-        tensor = torch.from_dlpack(export(buffer, "BF16", (4,)))
-        array = numpy.from_dlpack(export(buffer, "F32", (4,)))
-        capsule = export(buffer, "F32", (4,)).__dlpack__()
+        tensor = torch.from_dlpack(export(buffer, (4,), "BF16"))
+        array = numpy.from_dlpack(export(buffer, (4,), "F32"))
+        capsule = export(buffer, (4,), "F32").__dlpack__()
         cycle = [tensor, array]
         cycle.append(cycle)
-        kept = torch.nn.Parameter(torch.from_dlpack(export(buffer, "F32", (4,))))
+        kept = torch.nn.Parameter(torch.from_dlpack(export(buffer, (4,), "F32")))
         threading.Thread(target=lambda _tensor: threading.Event().wait(), args=(tensor,), daemon=True).start()
     """
     done = subprocess.run(

@@ -50,10 +50,10 @@ class TestAbsent:
         ("package", "use", "sentence"),
         [
             ("cupy", lambda model: cupy_adapter.memory_pool(model), "needs CuPy: pip install cupy-cuda13x"),
-            ("cupy", lambda model: cupy_adapter.array(model.allocate(1), "U8", (1,)), "needs CuPy: pip install cupy"),
+            ("cupy", lambda model: cupy_adapter.array(model.allocate(1), (1,), "U8"), "needs CuPy: pip install cupy"),
             ("rmm", lambda model: rmm_adapter.memory_resource(model), "needs RMM: pip install rmm-cu13"),
             ("numba.cuda", lambda model: numba_adapter.use(model), "needs Numba with CUDA: pip install 'numba-cuda"),
-            ("jax", lambda model: jax_adapter.array(model.allocate(1), "U8", (1,)), "needs JAX: pip install 'jax"),
+            ("jax", lambda model: jax_adapter.array(model.allocate(1), (1,), "U8"), "needs JAX: pip install 'jax"),
         ],
     )
     def test_a_plain_sentence(
@@ -75,10 +75,10 @@ class TestAbsent:
         ("package", "use"),
         [
             ("cupy", lambda model: cupy_adapter.memory_pool(model)),
-            ("cupy", lambda model: cupy_adapter.array(model.allocate(1), "U8", (1,))),
+            ("cupy", lambda model: cupy_adapter.array(model.allocate(1), (1,), "U8")),
             ("rmm", lambda model: rmm_adapter.memory_resource(model)),
             ("numba.cuda", lambda model: numba_adapter.memory_manager(model)),
-            ("numba.cuda", lambda model: numba_adapter.array(model.allocate(1), "U8", (1,))),
+            ("numba.cuda", lambda model: numba_adapter.array(model.allocate(1), (1,), "U8")),
         ],
     )
     def test_the_host_twin_is_no_card(
@@ -97,9 +97,9 @@ def test_numba_takes_every_name_of_a_dtype(model: Model, monkeypatch: pytest.Mon
     monkeypatch.setattr(numba_adapter, "check_card", lambda name, on_card: None)
     with model.allocate(PAGE) as buffer:
         for dtype in (numpy.float32, numpy.dtype("float32"), "float32", "F32"):
-            assert numba_adapter.array(buffer, dtype, (4,)) == "F32"
+            assert numba_adapter.array(buffer, (4,), dtype) == "F32"
         with pytest.raises(InvalidRequest, match=r"BF16.* U16"):
-            numba_adapter.array(buffer, "bfloat16", (4,))
+            numba_adapter.array(buffer, (4,), "bfloat16")
 
 
 class TestLending:
@@ -296,7 +296,7 @@ class TestJax:
         segment = publish_arrays(model, "weights", weights, metadata={"pad": "x" * 1000})
         offset = segment.index()["w"].offset
         aligned = -(-offset // 64) * 64
-        array = jax_adapter.array(segment, "F32", (1000, 1000), aligned)
+        array = jax_adapter.array(segment, (1000, 1000), "F32", aligned)
         assert array.unsafe_buffer_pointer() == segment.address + aligned
         segment.close()
         client.delete_segment("llama/weights")
@@ -310,6 +310,6 @@ class TestJax:
     def test_what_jax_would_copy(self, model: Model, jax: Any) -> None:
         with model.allocate("1MiB") as buffer:
             with pytest.raises(InvalidRequest, match="jax_enable_x64"):
-                jax_adapter.array(buffer, "F64", (4,))
+                jax_adapter.array(buffer, (4,), "F64")
             with pytest.raises(InvalidRequest, match="aligned"):
-                jax_adapter.array(buffer, "F32", (4,), offset=4)
+                jax_adapter.array(buffer, (4,), "F32", offset=4)

@@ -34,7 +34,7 @@ class TestTensor:
 
     def check_dtype(self, model: membroker.Model, dtype: Any) -> None:
         with model.allocate("2MiB") as buffer:
-            tensor = adapter.tensor(buffer, dtype, (3, 4), offset=4096)
+            tensor = adapter.tensor(buffer, (3, 4), dtype, offset=4096)
             assert (tensor.dtype, tuple(tensor.shape), tensor.is_contiguous()) == (dtype, (3, 4), True)
             assert tensor.data_ptr() == buffer.address + 4096
             assert bytes_of(tensor) == bytes(12 * dtype.itemsize)
@@ -43,18 +43,18 @@ class TestTensor:
             assert bytes_of(tensor) == pattern
             tensor.view(torch.uint8).fill_(1)
             assert buffer.view()[4096 : 4096 + len(pattern)] == b"\1" * len(pattern)
-            assert tuple(adapter.tensor(buffer, dtype, ()).shape) == ()
-            assert tuple(adapter.tensor(buffer, dtype, (0, 5), offset=buffer.size).shape) == (0, 5)
+            assert tuple(adapter.tensor(buffer, (), dtype).shape) == ()
+            assert tuple(adapter.tensor(buffer, (0, 5), dtype, offset=buffer.size).shape) == (0, 5)
             del tensor
 
     def test_a_sparse_array(self, model: membroker.Model) -> None:
         """Any rows of tiles that are there, over the borders of tiles, in any dtype of torch; no others."""
         with model.sparse_array((8192, 1024), "BF16") as table:
             table.back(1, 2)
-            rows = adapter.tensor(table, torch.bfloat16, (1024, 1024), 2 * MIB + MIB).fill_(3)
+            rows = adapter.tensor(table, (1024, 1024), torch.bfloat16, 2 * MIB + MIB).fill_(3)
             assert table[1024 + 512].astype("float32").tolist() == [3.0] * 1024
             with pytest.raises(membroker.NotMapped, match="tile 3 "):
-                adapter.tensor(table, torch.bfloat16, (1024, 1024), 5 * MIB)
+                adapter.tensor(table, (1024, 1024), torch.bfloat16, 5 * MIB)
             del rows
             table.drop(1, 2)
 
@@ -70,7 +70,7 @@ class TestTensor:
     )
     def test_what_does_not_fit(self, model: membroker.Model, dtype: str, shape: Any, offset: Any, message: str) -> None:
         with model.allocate("2MiB") as buffer, pytest.raises(membroker.InvalidRequest, match=message):
-            adapter.tensor(buffer, getattr(torch, dtype), shape, offset)
+            adapter.tensor(buffer, shape, getattr(torch, dtype), offset)
 
 
 def test_without_torch_it_says_so() -> None:
@@ -90,7 +90,7 @@ class TestAddressTensor:
 
     def test_pages_come_and_go(self, model: membroker.Model) -> None:
         with model.pool(page_size="2MiB") as pool:
-            cache = adapter.address_tensor(pool, "bfloat16", (2, 64, 1 << 16), 4 * MIB)
+            cache = adapter.address_tensor(pool, (2, 64, 1 << 16), "bfloat16", 4 * MIB)
             assert cache.shape == (2, 64, 1 << 16)
             assert cache.data_ptr() == pool.base_address + 4 * MIB
             assert pool.physical_usage_bytes == 0
@@ -105,7 +105,7 @@ class TestAddressTensor:
 
     def test_it_keeps_the_addresses(self, model: membroker.Model) -> None:
         pool = model.pool(page_size="2MiB")
-        cache = adapter.address_tensor(pool, "uint8", (1 << 20,))
+        cache = adapter.address_tensor(pool, (1 << 20,), "uint8")
         holding = weakref.ref(pool._holding)
         pool.close()
         assert holding().state == "ending"
@@ -116,11 +116,11 @@ class TestAddressTensor:
     def test_what_is_refused(self, model: membroker.Model) -> None:
         with model.pool(page_size="2MiB", virtual_capacity="4MiB") as pool:
             with pytest.raises(membroker.InvalidOffset):
-                adapter.address_tensor(pool, "uint8", (4 * MIB + 1,))
+                adapter.address_tensor(pool, (4 * MIB + 1,), "uint8")
             with pytest.raises(membroker.InvalidRequest):
-                adapter.address_tensor(pool, "float32", (4,), 2)
+                adapter.address_tensor(pool, (4,), "float32", 2)
         with pytest.raises(membroker.ClosedError):
-            adapter.address_tensor(pool, "uint8", (1,))
+            adapter.address_tensor(pool, (1,), "uint8")
 
 
 class TestEmpty:

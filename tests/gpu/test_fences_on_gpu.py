@@ -36,7 +36,7 @@ def pool() -> Iterator[VirtualMemoryPool]:
 def tensor(pool: VirtualMemoryPool, shape: tuple[int, ...]) -> Any:
     from membroker.adapters.torch import address_tensor
 
-    return address_tensor(pool, "int32", shape)
+    return address_tensor(pool, shape, "int32")
 
 
 def test_a_tensor_without_a_page(torch: Any, pool: VirtualMemoryPool) -> None:

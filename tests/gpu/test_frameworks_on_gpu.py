@@ -89,7 +89,7 @@ class TestTorch:
 
     def test_the_cuda_array_interface(self, model: Model, torch: Any) -> None:
         with model.allocate(PAGE) as buffer:
-            tensor = torch.as_tensor(export(buffer, "F32", (4, 4)), device="cuda")
+            tensor = torch.as_tensor(export(buffer, (4, 4), "F32"), device="cuda")
             assert tensor.data_ptr() == buffer.address
             tensor.fill_(1)
             torch.cuda.synchronize()
@@ -102,7 +102,7 @@ class TestTorch:
         publish_arrays(model, "weights", {"w": numpy.arange(1 << 20, dtype="<f4")}).close()
         with client.attach("llama/weights") as segment:
             info = segment.index()["w"]
-            tensor = torch.from_dlpack(export(segment, info.dtype, info.shape, info.offset))
+            tensor = torch.from_dlpack(export(segment, info.shape, info.dtype, info.offset))
             assert tensor.data_ptr() == segment.address + info.offset
             assert tensor.double().sum().item() == (1 << 20) * ((1 << 20) - 1) / 2
             del tensor
@@ -110,7 +110,7 @@ class TestTorch:
 
     def test_an_exception_survives_the_tensor_that_it_throws_away(self, model: Model, torch: Any) -> None:
         with model.allocate(PAGE) as buffer, pytest.raises(ZeroDivisionError):
-            print(torch.from_dlpack(export(buffer, "F32", (4,))), 1 / 0)
+            print(torch.from_dlpack(export(buffer, (4,), "F32")), 1 / 0)
 
 
 class TestCupy:
@@ -127,7 +127,7 @@ class TestCupy:
         closed.
         """
         buffer = model.allocate(PAGE)
-        array = adapter.array(buffer, "F32", (16, 4), offset=512)
+        array = adapter.array(buffer, (16, 4), "F32", offset=512)
         assert array.data.ptr == buffer.address + 512
         array[...] = 1
         cupy.cuda.runtime.deviceSynchronize()
@@ -144,10 +144,10 @@ class TestCupy:
         package("ml_dtypes")
         with model.allocate(PAGE) as buffer:
             for dtype in ("BOOL", "U8", "I16", "F16", "F64", "C64"):
-                assert adapter.array(buffer, dtype, (4,)).shape == (4,)
+                assert adapter.array(buffer, (4,), dtype).shape == (4,)
             with pytest.raises(InvalidRequest, match="F8_E4M3"):
-                adapter.array(buffer, "F8_E4M3", (4,))
-            assert adapter.array(buffer, "U8", (0, 3)).shape == (0, 3)
+                adapter.array(buffer, (4,), "F8_E4M3")
+            assert adapter.array(buffer, (0, 3), "U8").shape == (0, 3)
 
     def test_bfloat16(self, model: Model, cupy: Any, adapter: Any) -> None:
         """From CuPy 14 on."""
@@ -156,12 +156,12 @@ class TestCupy:
             pytest.skip("CuPy has BF16 from version 14 on")
         with model.allocate(PAGE) as buffer:
             put(model, buffer.address, bytes.fromhex("803f" * 4))
-            assert float(adapter.array(buffer, "BF16", (4,)).astype("f4").sum()) == 4
+            assert float(adapter.array(buffer, (4,), "BF16").astype("f4").sum()) == 4
 
     @pytest.mark.parametrize("way", ["from_dlpack", "asarray"])
     def test_dlpack_and_the_cuda_array_interface(self, model: Model, cupy: Any, way: str) -> None:
         with model.allocate(PAGE) as buffer:
-            array = getattr(cupy, way)(export(buffer, "I32", (8,)))
+            array = getattr(cupy, way)(export(buffer, (8,), "I32"))
             assert array.data.ptr == buffer.address
             array[...] = 3
             assert int(array.sum()) == 24
@@ -242,7 +242,7 @@ class TestJax:
     ) -> None:
         buffer = model.allocate(PAGE)
         put(model, buffer.address, bytes.fromhex(bits * 1024))
-        array = adapter.array(buffer, dtype, (32, 32))
+        array = adapter.array(buffer, (32, 32), dtype)
         assert array.unsafe_buffer_pointer() == buffer.address
         assert next(iter(array.devices())).platform in ("gpu", "cuda")
         buffer.close()
@@ -257,7 +257,7 @@ class TestJax:
         publish_arrays(model, "constants", {"w": numpy.arange(4096, dtype="<f4")}).close()
         with client.attach("llama/constants") as segment:
             info = segment.index()["w"]
-            array = adapter.array(segment, info.dtype, info.shape, info.offset)
+            array = adapter.array(segment, info.shape, info.dtype, info.offset)
             assert array.unsafe_buffer_pointer() == segment.address + info.offset
             assert float(jax.jit(lambda x: x.sum())(array)) == 4096 * 4095 / 2
             del array
@@ -310,7 +310,7 @@ def test_numba_computes_in_borrowed_memory(daemon: Daemon) -> None:
         moved = cuda.to_device(numpy.arange(1 << 20, dtype="f4"))
         assert moved.copy_to_host()[-1] == (1 << 20) - 1
         buffer = model.allocate("2MiB")
-        over = adapter.array(buffer, "I32", (8,))
+        over = adapter.array(buffer, (8,), "I32")
         assert over.__cuda_array_interface__["data"][0] == buffer.address
         over.copy_to_device(numpy.full(8, 5, "i4"))
         cuda.synchronize()
@@ -363,4 +363,4 @@ def test_rmm_allocates_borrowed_memory(daemon: Daemon) -> None:
 
 def test_the_device_that_a_capsule_names(model: Model) -> None:
     with model.allocate(PAGE) as buffer:
-        assert export(buffer, "U8", (1,)).__dlpack_device__() == (CUDA, model.driver.device.ordinal)
+        assert export(buffer, (1,), "U8").__dlpack_device__() == (CUDA, model.driver.device.ordinal)

@@ -71,8 +71,8 @@ class TestGrowableBuffer:
             address, step, parts = buffer.address, 3 * MIB, []
             for number in range(10):
                 offset = buffer.grow(step)
-                parts.append(adapter.tensor(buffer, torch.bfloat16, (step // 2,), offset).fill_(number))
-                every = adapter.tensor(buffer, torch.bfloat16, (buffer.size // 2,))
+                parts.append(adapter.tensor(buffer, (step // 2,), torch.bfloat16, offset).fill_(number))
+                every = adapter.tensor(buffer, (buffer.size // 2,), torch.bfloat16)
                 assert (buffer.address, every.data_ptr()) == (address, address)
                 assert [part[-1].item() for part in parts] == list(range(number + 1))
                 assert every[:: step // 2].tolist() == list(range(number + 1))
@@ -91,10 +91,10 @@ class TestGrowableBuffer:
         bytes.
         """
         with model.growable_buffer(4 * PAGE, "1GiB", PAGE) as buffer:
-            torch.from_dlpack(export(buffer, "U8", (4 * PAGE,))).fill_(0x5A)
+            torch.from_dlpack(export(buffer, (4 * PAGE,), "U8")).fill_(0x5A)
             buffer.resize(PAGE + 100)
             buffer.resize(4 * PAGE)
-            every = torch.from_dlpack(export(buffer, "U8", (4 * PAGE,)))
+            every = torch.from_dlpack(export(buffer, (4 * PAGE,), "U8"))
             assert bool((every[: 2 * PAGE] == 0x5A).all())
             assert not every[2 * PAGE :].any()
             del every
@@ -102,12 +102,12 @@ class TestGrowableBuffer:
     def test_it_grows_beside_a_kernel(self, model: Model, torch: Any) -> None:
         """A kernel works on the beginning while the end grows: it does not wait, and no byte is lost."""
         with model.growable_buffer(PAGE, "1GiB", PAGE) as buffer:
-            first = torch.from_dlpack(export(buffer, "F32", (PAGE // 4,)))
+            first = torch.from_dlpack(export(buffer, (PAGE // 4,), "F32"))
             warm_up(torch, first)
             torch.cuda._sleep(LONG_CYCLES)
             first.add_(1)
             buffer.resize(64 * PAGE)
-            every = torch.from_dlpack(export(buffer, "F32", (16 * PAGE,)))
+            every = torch.from_dlpack(export(buffer, (16 * PAGE,), "F32"))
             every.add_(1)
             assert (first.double().sum().item(), every.double().sum().item()) == (PAGE // 2, PAGE // 4 + 16 * PAGE)
             del first, every
@@ -115,7 +115,7 @@ class TestGrowableBuffer:
     def test_shrinking_waits_for_the_kernel(self, model: Model, torch: Any) -> None:
         """A kernel still runs on a stream of its own after the last reference to its tensor is gone."""
         with model.growable_buffer(8 * PAGE, "1GiB", PAGE) as buffer:
-            last = torch.from_dlpack(export(buffer, "F32", (PAGE // 4,), 7 * PAGE))
+            last = torch.from_dlpack(export(buffer, (PAGE // 4,), "F32", 7 * PAGE))
             stream, done = torch.cuda.Stream(), torch.cuda.Event()
             warm_up(torch, last)
             with torch.cuda.stream(stream):
@@ -148,7 +148,7 @@ class TestGrowableBuffer:
         cupy = pytest.importorskip("cupy", reason="CuPy is not installed here")
         with model.growable_buffer(PAGE, "1GiB", PAGE) as buffer:
             for take in (cupy.from_dlpack, cupy.asarray):
-                array = take(export(buffer, "I32", (PAGE // 4,)))
+                array = take(export(buffer, (PAGE // 4,), "I32"))
                 array[...] = 3
                 buffer.grow(PAGE)
                 assert (array.data.ptr, int(array.sum())) == (buffer.address, 3 * PAGE // 4)
@@ -208,7 +208,7 @@ class TestSparseArray:
         with model.sparse_array((1_000_000, 1024), "F16") as table:
             table.back(10, 11, 12)
             first = 10 * table.tile_rows
-            rows = adapter.tensor(table, torch.float16, (3 * table.tile_rows, 1024), 10 * table.tile_size)
+            rows = adapter.tensor(table, (3 * table.tile_rows, 1024), torch.float16, 10 * table.tile_size)
             rows.copy_(torch.arange(3 * table.tile_rows, device="cuda")[:, None].expand_as(rows))
             wanted = torch.tensor([2047, 1, 3000, 1024], device="cuda")
             assert rows[wanted].mean(1).tolist() == [2047, 1, 3000, 1024]
@@ -221,7 +221,7 @@ class TestSparseArray:
         adapter = pytest.importorskip("membroker.adapters.torch")
         with model.sparse_array((1000, 4096), "F8_E4M3") as table:
             table.write(0, b"\x38" * 4096)
-            row = adapter.tensor(table, torch.float8_e4m3fn, (4096,))
+            row = adapter.tensor(table, (4096,), torch.float8_e4m3fn)
             assert row.float().sum().item() == 4096
             del row
 

@@ -25,7 +25,7 @@ def _cupy() -> Any:
     return framework("cupy", "CuPy", "pip install cupy-cuda13x, or cupy-cuda12x for CUDA 12")
 
 
-def array(source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0) -> Any:
+def array(source: Exportable, shape: Sequence[int], dtype: Any, offset: int = 0) -> Any:
     """Return a `cupy.ndarray` over bytes of a buffer, a pool or a segment; nothing is copied.
 
     `dtype` is as for `dlpack.export`. The array, and every view of it, holds the range, as with `dlpack.export`. CuPy
@@ -34,7 +34,7 @@ def array(source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0)
     GPU.
     """
     cupy = _cupy()
-    tensor = export(source, dtype, shape, offset)
+    tensor = export(source, shape, dtype, offset)
     check_card("CuPy", on_card=tensor.on_card)
     memory = cupy.cuda.UnownedMemory(tensor.address, tensor.size, tensor, tensor.device[1])
     return cupy.ndarray(tensor.shape, _native(tensor), cupy.cuda.MemoryPointer(memory, 0))

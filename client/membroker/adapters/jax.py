@@ -22,7 +22,7 @@ CARD_ALIGNMENT, HOST_ALIGNMENT = 16, 64
 """What XLA requires. On a GPU it reports an error only when it computes (observed with jax 0.11 on an H200)."""
 
 
-def array(source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0) -> Any:
+def array(source: Exportable, shape: Sequence[int], dtype: Any, offset: int = 0) -> Any:
     """Return a `jax.Array` over bytes of a buffer, a pool or a segment; nothing is copied.
 
     JAX treats its arrays as constant: do not write to the memory afterwards. A sealed segment is a good source. Never
@@ -37,7 +37,7 @@ def array(source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0)
     dtype = word_of(dtype)
     if dtype in _WIDE and not jax.config.jax_enable_x64:
         raise InvalidRequest(f"JAX would copy {dtype} to 32 bits: set jax_enable_x64")
-    tensor = export(source, dtype, shape, offset, ignore_read_only=True)
+    tensor = export(source, shape, dtype, offset, ignore_read_only=True)
     alignment = CARD_ALIGNMENT if tensor.on_card else HOST_ALIGNMENT
     if tensor.address % alignment:
         raise InvalidRequest(
@@ -54,6 +54,6 @@ def array(source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0)
 def stored_tensor(segment: Segment, info: TensorInfo) -> Any:
     """Return an array of a segment's index; nothing is copied. Raises what `array` raises, with the tensor's name."""
     try:
-        return array(segment, info.dtype, info.shape, info.offset)
+        return array(segment, info.shape, info.dtype, info.offset)
     except InvalidRequest as error:
         raise InvalidRequest(f"{info.name}: {error}") from error

@@ -26,7 +26,7 @@ def _numba_cuda() -> Any:
     return framework("numba.cuda", "Numba with CUDA", "pip install 'numba-cuda[cu13]', or [cu12] for CUDA 12")
 
 
-def array(source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0) -> Any:
+def array(source: Exportable, shape: Sequence[int], dtype: Any, offset: int = 0) -> Any:
     """Return a Numba device array over bytes of a buffer, a pool or a segment; nothing is copied.
 
     The array holds the range, as with `dlpack.export`. Numba has no read-only arrays: a kernel that writes to a sealed
@@ -34,7 +34,7 @@ def array(source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0)
     that the CUDA array interface does not have, or if the broker's device is not a GPU.
     """
     cuda = _numba_cuda()
-    tensor = export(source, dtype, shape, offset)
+    tensor = export(source, shape, dtype, offset)
     check_card("Numba", on_card=tensor.on_card)
     if not is_numpys(tensor.dtype):
         raise InvalidRequest(f"Numba's device arrays have no {tensor.dtype}: take U8 or U16")

@@ -110,7 +110,7 @@ class Capture(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         size, left = math.prod(shape) * dtype.itemsize, self._pool.capacity - self._next
         if size > left:
             raise OutOfVirtualMemory(size, left, f"a KV tensor of {size} bytes does not fit: reserve a larger pool")
-        found = address_tensor(self._pool, dtype, shape, self._next)
+        found = address_tensor(self._pool, shape, dtype, self._next)
         self.ranges.append((self._next, size))
         self._next += round_up(size, self._pool.page_size)
         return found

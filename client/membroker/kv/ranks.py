@@ -69,11 +69,7 @@ class Ranks(Closing):
             self._undo = undo.pop_all()
 
     def allocate_ranges(
-        self,
-        ranges: Sequence[Range],
-        *, timeout: float | None = None,
-        ahead: bool = False,
-        wanted_bytes: int = 0,
+        self, ranges: Sequence[Range], *, timeout: float | None = None, ahead: bool = False, wanted_bytes: int = 0
     ) -> None:
         """Back the ranges in every rank, or in none, as `VirtualMemoryPool.allocate_ranges` does in one.
 

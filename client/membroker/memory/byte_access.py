@@ -73,4 +73,4 @@ class ByteAccess(AtAddress):
 
     def __dlpack__(self, **options: Any) -> Any:
         """Return the bytes as a tensor of uint8 for one consumer, such as `torch.from_dlpack`. See `dlpack.export`."""
-        return export(self, "U8", (self.size,)).__dlpack__(**options)
+        return export(self, (self.size,), "U8").__dlpack__(**options)

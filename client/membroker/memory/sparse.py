@@ -73,7 +73,7 @@ class SparseArray(AtAddress):
             raise InvalidRequest(f'reading an absent tile is "error" or "zero", not {absent!r}')
         self._dtype = word_of(dtype)
         self._shape = _checked_shape(shape, self._dtype)
-        self._row_size = size_of(self._dtype, self._shape[1:])
+        self._row_size = size_of(self._shape[1:], self._dtype)
         granularity = source.driver.device.granularity
         if tile_rows is None:
             tile_rows = _smallest_tile(self._row_size, granularity)
@@ -195,7 +195,7 @@ class SparseArray(AtAddress):
         """
         (number,) = self._numbers([tile])
         rows = min(self._tile_rows, self._shape[0] - number * self._tile_rows)
-        return export(self, self._dtype, (rows, *self._shape[1:]), number * self._tile_size)
+        return export(self, (rows, *self._shape[1:]), self._dtype, number * self._tile_size)
 
     def span(self, offset: int, size: int) -> Span:
         """Keep the memory while the result lives: for code that passes on addresses in [offset, offset + size), bytes.
@@ -341,7 +341,7 @@ def _checked_shape(shape: Sequence[int], dtype: str) -> tuple[int, ...]:
     dimensions = shape_of(shape)
     if not dimensions:
         raise InvalidRequest(f"a shape has at least one dimension, as in (1000, 64), not {shape!r}")
-    if not size_of(dtype, dimensions):
+    if not size_of(dimensions, dtype):
         raise InvalidRequest(f"a sparse array has elements, and one of shape {shape!r} has none")
     return dimensions
 

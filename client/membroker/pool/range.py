@@ -67,13 +67,13 @@ class PoolRange(int):
         """
         check_framework(framework)
         if framework == "numpy":
-            word, size = word_of(dtype), size_of(dtype, shape)
+            word, size = word_of(dtype), size_of(shape, dtype)
             view = self._of[0].view(*self._part(offset, size))
             return numpy_array(view, TensorInfo("of a range", word, shape_of(shape), 0, size))
         # The adapters are extensions, which know this module: so they are imported by name.
         adapter = import_module(f"membroker.adapters.{framework}")
         make = adapter.tensor if framework == "torch" else adapter.array
-        return make(self, dtype, shape, offset)
+        return make(self, shape, dtype, offset)
 
     def span(self, offset: int, size: int) -> Span:
         """Keep `size` bytes from byte `offset` of this range on, as `VirtualMemoryPool.span` does: for the adapters."""

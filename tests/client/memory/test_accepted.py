@@ -116,7 +116,7 @@ class TestDtypes:
             assert array.dtype == word
             assert all(type(dimension) is int for dimension in array.shape)
         with membroker.Buffer(host, MIB) as buffer:
-            tensor = dlpack.export(buffer, dtype, [np.int64(8), 2], np.int64(64))
+            tensor = dlpack.export(buffer, [np.int64(8), 2], dtype, np.int64(64))
             assert (tensor.dtype, tensor.shape) == (word, (8, 2))
             del tensor
 
@@ -134,7 +134,7 @@ class TestDtypes:
         with pytest.raises(InvalidRequest):
             membroker.SparseArray(host, (1 << 20, 64), dtype)
         with membroker.Buffer(host, MIB) as buffer, pytest.raises(InvalidRequest):
-            dlpack.export(buffer, dtype, (2,))
+            dlpack.export(buffer, (2,), dtype)
 
     @pytest.mark.parametrize("shape", [(1.0,), (True,), (-1,), ("2",), "22", 3, (1 << 63,), {2: 2}], ids=repr)
     def test_what_is_no_shape_is_refused(self, host: membroker.LocalSource, shape: Any) -> None:
@@ -143,7 +143,7 @@ class TestDtypes:
         with pytest.raises(InvalidRequest):
             membroker.SparseArray(host, shape, "U8")
         with membroker.Buffer(host, MIB) as buffer, pytest.raises(InvalidRequest):
-            dlpack.export(buffer, "U8", shape)
+            dlpack.export(buffer, shape, "U8")
 
     @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
     def test_the_dtypes_of_torch(self, host: membroker.LocalSource, lender: Lender) -> None:
@@ -161,8 +161,8 @@ class TestDtypes:
             assert array.dtype == "BF16"
         with membroker.Buffer(host, MIB) as buffer:
             for dtype in ("bfloat16", "torch.bfloat16", "BF16", torch.bfloat16, ml_dtypes.bfloat16):
-                made = tensor(buffer, dtype, (np.int64(2), 2), np.int64(8))
+                made = tensor(buffer, (np.int64(2), 2), dtype, np.int64(8))
                 assert (made.dtype, tuple(made.shape)) == (torch.bfloat16, (2, 2))
                 del made
             with pytest.raises(InvalidRequest, match=r" F32,"):
-                tensor(buffer, "f4", (4,))
+                tensor(buffer, (4,), "f4")

@@ -28,7 +28,7 @@ def line() -> int:
 def test_a_pool_names_the_line(lender: Lender) -> None:
     with VirtualMemoryPool(lender, 4 * PAGE, PAGE) as pool:
         pool.allocate(0, 2 * PAGE)
-        exported, at = export(pool, "F32", (4,)), line()
+        exported, at = export(pool, (4,), "F32"), line()
         for refused in (lambda: pool.free(0, PAGE), pool.offload):
             with pytest.raises(BufferError, match=rf"used by 1 view \(export\(\) at test_holders\.py:{at}\): release"):
                 refused()

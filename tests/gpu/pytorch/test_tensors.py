@@ -22,7 +22,7 @@ def test_tensors_in_every_dtype(daemon: Daemon) -> None:
                 dtype = getattr(torch, name, None)
                 if dtype is None:
                     continue
-                one = tensor(buffer, dtype, (8, 4), offset=4096)
+                one = tensor(buffer, (8, 4), dtype, offset=4096)
                 assert (one.device, one.dtype, tuple(one.shape)) == (torch.device("cuda", 0), dtype, (8, 4)), name
                 assert one.data_ptr() == buffer.address + 4096
                 one.view(torch.uint8).fill_(3)
@@ -32,7 +32,7 @@ def test_tensors_in_every_dtype(daemon: Daemon) -> None:
                 model.driver.write(buffer.address + 4096, b"\\1" * size)
                 assert one.view(torch.uint8).eq(1).all().item(), name
                 del one
-            left = tensor(buffer, torch.bfloat16, (64, 64)).fill_(0.5)
+            left = tensor(buffer, (64, 64), torch.bfloat16).fill_(0.5)
             assert (left @ left).eq(16).all().item()
             del left
         assert used() == 0
@@ -47,7 +47,7 @@ def test_a_tensor_on_memory_of_the_host(daemon: Daemon) -> None:
         """
         model = client.model("gpu")
         with model.allocate("2MiB", location="host") as buffer:
-            one = tensor(buffer, torch.float32, (1024,)).fill_(2)
+            one = tensor(buffer, (1024,), torch.float32).fill_(2)
             assert one.sum().item() == 2048
             del one
         """,
@@ -61,7 +61,7 @@ def test_lifetimes_and_waiting(daemon: Daemon) -> None:
         """
         model = client.model("gpu", virtual_capacity="64MiB")
         buffer = model.allocate("32MiB")
-        view = tensor(buffer, torch.float32, (1024, 1024)).fill_(1)[5]
+        view = tensor(buffer, (1024, 1024), torch.float32).fill_(1)[5]
         buffer.close()
         del buffer
         gc.collect()
@@ -81,7 +81,7 @@ def test_lifetimes_and_waiting(daemon: Daemon) -> None:
         assert done.query(), "unmapped before the work was done"
 
         buffer = model.allocate("32MiB")
-        one = tensor(buffer, torch.float32, (1024,))
+        one = tensor(buffer, (1024,), torch.float32)
         torch.cuda._sleep(2_000_000_000)
         one.fill_(1)
         done.record()
@@ -91,7 +91,7 @@ def test_lifetimes_and_waiting(daemon: Daemon) -> None:
 
         pool = model.pool(page_size="2MiB")
         pool.allocate(0, "8MiB")
-        one = tensor(pool, torch.int32, (MIB,), offset=MIB)
+        one = tensor(pool, (MIB,), torch.int32, offset=MIB)
         try:
             pool.free(0, "2MiB")
         except BufferError as error:

@@ -42,7 +42,7 @@ def stored_tensor(segment: Segment, info: TensorInfo) -> torch.Tensor:
     """Return a tensor of a segment's index, as torch shapes it; nothing is copied. Raises what `tensor` raises."""
     if info.dtype not in DTYPES:
         raise InvalidRequest(f"{info.name} is of {info.dtype}, which this torch does not have")
-    return tensor(segment, DTYPES[info.dtype], shape_in_torch(info), info.offset)
+    return tensor(segment, shape_in_torch(info), DTYPES[info.dtype], info.offset)
 
 
 def _text_of(name: str, value: torch.Tensor) -> str:

@@ -44,7 +44,7 @@ DTYPES = {text: getattr(torch, name) for text, name in _NAMES.items() if hasattr
 TEXTS = {dtype: text for text, dtype in DTYPES.items()}
 
 
-def tensor(source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
+def tensor(source: Exportable, shape: Sequence[int], dtype: Any, offset: int = 0) -> torch.Tensor:
     """Return `shape` elements of `dtype` from byte `offset` of a buffer, pool, segment or array; nothing is copied.
 
     The result is a CUDA tensor on a GPU, and a CPU tensor on the host driver. `dtype` is a dtype of torch or NumPy, the
@@ -57,10 +57,10 @@ def tensor(source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0
     Raises `InvalidRequest` for a range outside the source, an offset that is not a multiple of the element size, an
     invalid shape or an unknown dtype; `NotMapped` if a page or a tile has no memory; and `ClosedError`.
     """
-    return _over(source, dtype, shape, offset)
+    return _over(source, shape, dtype, offset)
 
 
-def address_tensor(pool: VirtualMemoryPool, dtype: Any, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
+def address_tensor(pool: VirtualMemoryPool, shape: Sequence[int], dtype: Any, offset: int = 0) -> torch.Tensor:
     """Return a tensor over addresses of a pool, from byte `offset` on, whether pages there have memory or not.
 
     It keeps the addresses, and not the pages: these can be allocated and freed while it lives, as the pages of a
@@ -71,7 +71,7 @@ def address_tensor(pool: VirtualMemoryPool, dtype: Any, shape: Sequence[int], of
     A closed pool keeps its memory until the tensor is gone, so free first. Raises what `tensor` raises, except
     `NotMapped`.
     """
-    return _over(_Addresses(pool), dtype, shape, offset)
+    return _over(_Addresses(pool), shape, dtype, offset)
 
 
 def empty(
@@ -89,13 +89,13 @@ def empty(
     `VirtualMemoryPool.allocate_anywhere` raises.
     """
     dtype = torch.get_default_dtype() if dtype is None else _torch_dtype(dtype)
-    size = size_of("U8", shape) * dtype.itemsize
+    size = size_of(shape, "U8") * dtype.itemsize
     lender = source.lender if isinstance(source, VirtualMemoryPool) else source
     if not size:
         return torch.empty(tuple(shape), dtype=dtype, device=device_of(lender.driver.device))
     if not isinstance(source, VirtualMemoryPool):
         with Buffer(source, size, timeout=timeout) as buffer:  # its end waits for that of the tensor
-            return _over(buffer, dtype, shape, 0)
+            return _over(buffer, shape, dtype, 0)
     owner = _TensorOwner(source.allocate_anywhere(size, timeout=timeout))
     memory = DlpackTensor(owner, owner.address, (size,), "U8", dlpack_device_of(lender.driver.device))
     return torch.from_dlpack(memory).view(dtype).view(tuple(shape))
@@ -126,11 +126,11 @@ class _Addresses:
         return self._pool.addresses(offset, size)
 
 
-def _over(source: Exportable, dtype: Any, shape: Sequence[int], offset: int) -> torch.Tensor:
+def _over(source: Exportable, shape: Sequence[int], dtype: Any, offset: int) -> torch.Tensor:
     dtype = _torch_dtype(dtype)
-    size = size_of("U8", shape) * dtype.itemsize
+    size = size_of(shape, "U8") * dtype.itemsize
     # No version of DLPack has all of torch's dtypes: export bytes, and let torch reinterpret them.
-    memory = export(source, "U8", (size,), offset, ignore_read_only=True)
+    memory = export(source, (size,), "U8", offset, ignore_read_only=True)
     if offset % dtype.itemsize:
         raise InvalidRequest(f"a tensor of {dtype} begins at a multiple of {dtype.itemsize} bytes, not at {offset}")
     return torch.from_dlpack(memory).view(dtype).view(tuple(shape))

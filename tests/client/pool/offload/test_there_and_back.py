@@ -178,7 +178,7 @@ def test_a_view_is_the_same_after_it(
     pool.allocate(0, PAGES * PAGE)
     data = random_bytes(PAGES * PAGE)
     pool.view(0, len(data))[:] = data
-    view, exported = pool.view(0, 3 * PAGE), export(pool, "U8", (PAGE,), 5 * PAGE)
+    view, exported = pool.view(0, 3 * PAGE), export(pool, (PAGE,), "U8", 5 * PAGE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(view))
     with pytest.raises(BufferError, match="2 views"):
         pool.offload()

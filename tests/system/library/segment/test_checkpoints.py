@@ -71,7 +71,7 @@ def test_each_tensor_lies_at_256_bytes(client: membroker.Client, model: membroke
         assert index.metadata == {"step": "7"}
         assert {(segment.address + info.offset) % 256 for info in index.values()} == {0}
         for name, info in index.items():
-            assert export(segment, info.dtype, info.shape, info.offset).shape == ODD[name].shape
+            assert export(segment, info.shape, info.dtype, info.offset).shape == ODD[name].shape
         tensors = segment.tensors()
         assert same(tensors, ODD)
         assert all(array.flags.aligned for array in tensors.values())
