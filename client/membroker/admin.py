@@ -144,22 +144,22 @@ class Admin(Closing):
     def models(self) -> list[ModelStatus]:
         """Return the models of all tenants, by tenant and name."""
         found = rows_of(self._call, "ListModels", broker_pb2.ListModelsRequest(), "models")
-        return [messages.value(ModelStatus, one) for one in found]
+        return [messages.value(ModelStatus, model) for model in found]
 
     def sessions(self) -> list[SessionStatus]:
         """Return the sessions of all tenants, in the order in which they began."""
         found = rows_of(self._call, "ListSessions", broker_pb2.ListSessionsRequest(), "sessions")
-        return [messages.value(SessionStatus, one) for one in found]
+        return [messages.value(SessionStatus, session) for session in found]
 
     def segments(self) -> list[SegmentStatus]:
         """Return the segments of all tenants, in the order in which they began."""
         found = rows_of(self._call, "ListSegments", broker_pb2.ListSegmentsRequest(), "segments")
-        return [messages.value(SegmentStatus, one) for one in found]
+        return [messages.value(SegmentStatus, segment) for segment in found]
 
     def tenants(self) -> list[TenantStatus]:
         """Return the tenants by name: the configured ones, and others that have a session or are charged."""
         found = rows_of(self._call, "ListTenants", admin_pb2.ListTenantsRequest(), "tenants")
-        return [_tenant(one) for one in found]
+        return [_tenant(tenant) for tenant in found]
 
     def create_tenant(self, name: str, settings: Mapping[str, Any], *, dry_run: bool = False) -> TenantStatus:
         """Make a tenant, `tenants/…`, with these fields of `TenantSettings` on the wire, and return it.
@@ -221,7 +221,7 @@ class Admin(Closing):
     def decisions(self, name: str) -> list[Decision]:
         """Return why the last requests of `tenants/…/models/…` were refused or waited, and its memory was recalled."""
         answer = self._call("ListDecisions", broker_pb2.ListDecisionsRequest(name=name))
-        return [messages.value(Decision, one) for one in answer.decisions]
+        return [messages.value(Decision, decision) for decision in answer.decisions]
 
     def forget(self, name: str) -> SessionStatus:
         """End a detached session, `sessions/…`, and return its last state."""
@@ -237,9 +237,10 @@ class Admin(Closing):
         request.within.FromMilliseconds(round(within * 1000))
         return [
             messages.value(
-                SessionSleep, one, status=messages.value(SleepStatus, one.status) if one.HasField("status") else None
+                SessionSleep,
+                session, status=messages.value(SleepStatus, session.status) if session.HasField("status") else None
             )
-            for one in self._call("SleepModel", request).sessions
+            for session in self._call("SleepModel", request).sessions
         ]
 
     def drain(self, deadline: datetime | None, *, exits: bool) -> DeviceStatus:

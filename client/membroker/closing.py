@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, NoReturn, Self
 
 
-def refuse_pickle(one: object) -> NoReturn:
+def refuse_pickle(value: object) -> NoReturn:
     """Raise `TypeError` for an object that is of this process, with what another process does instead."""
     raise TypeError(
-        f"a {type(one).__name__} belongs to this process and cannot be pickled or copied: in the other process, "
+        f"a {type(value).__name__} belongs to this process and cannot be pickled or copied: in the other process, "
         "connect(), and attach() a segment for memory that both use (a sealed Segment can be pickled)"
     )
 

@@ -35,11 +35,11 @@ def shorten(error: BaseException) -> None:
     if os.environ.get(VARIABLE) == "full":
         return
     seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen and _is_ours(one.__traceback__):
-        seen.add(id(one))
-        one.__traceback__ = _users(one.__traceback__)
-        one = one.__cause__ or one.__context__
+    raised: BaseException | None = error
+    while raised is not None and id(raised) not in seen and _is_ours(raised.__traceback__):
+        seen.add(id(raised))
+        raised.__traceback__ = _users(raised.__traceback__)
+        raised = raised.__cause__ or raised.__context__
 
 
 def _is_ours(trace: TracebackType | None) -> bool:
@@ -55,8 +55,8 @@ def _users(trace: TracebackType | None) -> TracebackType | None:
             kept.append(trace)
         trace = trace.tb_next
     found: TracebackType | None = None
-    for one in reversed(kept):
-        found = TracebackType(found, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    for entry in reversed(kept):
+        found = TracebackType(found, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return found
 
 

@@ -110,7 +110,7 @@ def _versions(session: Session, name: str) -> Sequence[resources_pb2.Segment]:
             found.append(row)
     models = {row.name.rpartition("/segments/")[0] for row in found}
     if len(models) > 1:
-        shown = " or ".join(sorted(f"{arguments.parts_of(one)[1]}/{own}" for one in models))
+        shown = " or ".join(sorted(f"{arguments.parts_of(model)[1]}/{own}" for model in models))
         raise InvalidRequest(f"several models have a segment {own}: name one, as in {shown}")
     return sorted(found, key=lambda row: row.generation)
 

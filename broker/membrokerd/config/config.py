@@ -182,7 +182,7 @@ class Config(Table):
     @property
     def created(self) -> dict[str, CreatedTenant]:
         """Return the tenants that were made by command."""
-        return {name: one for name, one in self.tenants.items() if isinstance(one, CreatedTenant)}
+        return {name: tenant for name, tenant in self.tenants.items() if isinstance(tenant, CreatedTenant)}
 
     @property
     def of_file(self) -> Config:
@@ -191,8 +191,8 @@ class Config(Table):
 
     def with_created(self, created: Mapping[str, CreatedTenant]) -> Config:
         """Return the configuration with these tenants made by command. One of the file goes before them."""
-        kept = {name: one for name, one in self.tenants.items() if not isinstance(one, CreatedTenant)}
-        return replace(self, tenants={**kept, **{name: one for name, one in created.items() if name not in kept}})
+        kept = {name: tenant for name, tenant in self.tenants.items() if not isinstance(tenant, CreatedTenant)}
+        return replace(self, tenants={**kept, **{name: tenant for name, tenant in created.items() if name not in kept}})
 
     @property
     def uid_tenants(self) -> bool:

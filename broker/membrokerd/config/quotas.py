@@ -59,9 +59,9 @@ class Kept(NamedTuple):
 
     def beside(self, config: Config) -> Kept:
         """Return what applies beside a configuration: the deletion of a tenant that it has again has not happened."""
-        back = {name for name, one in self.tenants.items() if one.deleting and name in config.tenants}
+        back = {name for name, tenant in self.tenants.items() if tenant.deleting and name in config.tenants}
         kept = {key: quota for key, quota in self.quotas.items() if key[0] not in back}
-        return Kept(kept, {name: one for name, one in self.tenants.items() if name not in back})
+        return Kept(kept, {name: tenant for name, tenant in self.tenants.items() if name not in back})
 
 
 def state_directory(config: Config, device: str, env: Mapping[str, str] = os.environ) -> Path:

@@ -190,7 +190,7 @@ class Admission:
             return 0
         known = self._unlent.get(location)
         if known is None or known[0] != self._ledger.revision:
-            size = sum([self.unlent(one, location) for one in self._rules.unlent])
+            size = sum([self.unlent(owner, location) for owner in self._rules.unlent])
             known = self._unlent[location] = self._ledger.revision, size
         return known[1] - (self.unlent(tenant, location) if tenant is not None else 0)
 

@@ -91,10 +91,10 @@ class BySize:
         if not gone and not new:
             return
         left = [entry for entry in self._entries if entry[1] not in gone] if gone else self._entries
-        self._entries = sorted(left + [(one.size, one.event.call) for one in new])
+        self._entries = sorted(left + [(request.size, request.event.call) for request in new])
         for call in gone:
             del self._requests[call]
-        self._requests.update({one.event.call: one for one in new})
+        self._requests.update({request.event.call: request for request in new})
         self._oldest, self._sums = [], []
 
     @property
@@ -131,7 +131,7 @@ class BySize:
 
     def of(self, line: RequestLine, most: int) -> list[DebitRequest]:
         """Return those requests of a line that are among these and have at most so many bytes."""
-        return [one for one in line.up_to(most) if one.event.call in self._requests]
+        return [request for request in line.up_to(most) if request.event.call in self._requests]
 
     def _count(self, most: int) -> int:
         if not self._entries or most < self._entries[0][0]:
@@ -228,7 +228,7 @@ class Entitled(BySize):
             if found:
                 self._found[name] = found
             if found != known:
-                gone.update([one.event.call for one in known])
+                gone.update([request.event.call for request in known])
                 new += found
         self.stale.clear()
         self.replace(gone, new)

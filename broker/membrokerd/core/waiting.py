@@ -237,12 +237,12 @@ class Waiting:
         """Let the oldest request at each location that has met a full device be tried again. Called after an audit."""
         tried = set()
         for call in sorted(self._full):
-            one = self._waiters[call]
-            if one.location not in tried and not self._is_dropping(one):
-                tried.add(one.location)
-                one.met_full_device = False
+            request = self._waiters[call]
+            if request.location not in tried and not self._is_dropping(request):
+                tried.add(request.location)
+                request.met_full_device = False
                 self._full.remove(call)
-                self._lines.place_again(one)
+                self._lines.place_again(request)
                 self._looked_at = None
 
     def _is_dropping(self, request: DebitRequest) -> bool:
@@ -270,11 +270,11 @@ class Waiting:
     def settle_older(self, event: ev.Declare, now: int) -> None:
         """Decide the deferred declaration that `event` replaces: it must be decided before the newer one."""
         what = (event.session, event.name, event.location)
-        for one in self._lines.of_session(event.session):
-            older = one.event
+        for request in self._lines.of_session(event.session):
+            older = request.event
             if isinstance(older, ev.Declare) and (older.session, older.name, older.location) == what:
-                self._remove(one, "wait ends")
-                self.settle(one, now)
+                self._remove(request, "wait ends")
+                self.settle(request, now)
 
     def give_up(self, session: int, now: int) -> None:
         """Answer all requests of a session that wait: its connection is lost, or it has ended."""
@@ -366,11 +366,11 @@ class Waiting:
         waiter = self._waiters.get(call)
         return waiter is not None and waiter.deadline == deadline
 
-    def _count(self, waiter: DebitRequest, one: int) -> None:
+    def _count(self, waiter: DebitRequest, sign: int) -> None:
         name, location = waiter.name, waiter.event.location
-        _sum(self._sums, (name, location), one * waiter.size, one)
-        _sum(self._totals, (name.tenant, location), one * waiter.size, one)
-        _sum(self._totals, (None, location), one * waiter.size, one)
+        _sum(self._sums, (name, location), sign * waiter.size, sign)
+        _sum(self._totals, (name.tenant, location), sign * waiter.size, sign)
+        _sum(self._totals, (None, location), sign * waiter.size, sign)
 
     # --- whose turn it is ---
 
@@ -408,7 +408,7 @@ class Waiting:
         books = self._books
         ending = books.stopping or bool(books.refuse_debit())
         if ending:
-            over = next((one for one in self._waiters.values() if one.deadline), None)
+            over = next((request for request in self._waiters.values() if request.deadline), None)
             return (over, False) if over else None
         if self.deadline is not None and self.deadline <= now:
             return self._waiters[self._ends[0][1]], False
@@ -457,7 +457,7 @@ class Waiting:
 
     def waiters(self) -> list[DebitRequest]:
         """Return the requests that wait with a deadline, the oldest first."""
-        return sorted([one for one in self._waiters.values() if one.deadline is not None], key=call_of)
+        return sorted([request for request in self._waiters.values() if request.deadline is not None], key=call_of)
 
     def of_model(self, name: ModelName, location: Location) -> tuple[int, int]:
         """Return the bytes that a model's requests wait for, and how many wait."""
@@ -468,10 +468,10 @@ class Waiting:
         return self._totals.get((tenant, location), (0, 0))
 
 
-def _sum(sums: dict[Any, tuple[int, int]], key: object, more: int, one: int) -> None:
+def _sum(sums: dict[Any, tuple[int, int]], key: object, more: int, sign: int) -> None:
     size, count = sums.pop(key, (0, 0))
-    if count + one:
-        sums[key] = size + more, count + one
+    if count + sign:
+        sums[key] = size + more, count + sign
 
 
 def _count_down(counts: Counter[Any], key: object) -> None:

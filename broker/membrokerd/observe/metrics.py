@@ -182,17 +182,17 @@ def _from_the_start(known: Iterable[str], counts: Mapping[str, int]) -> list[tup
 
 def _add_guests(families: _Families, name: ModelName, guests: Sequence[SleepStatus]) -> None:
     counts: Counter[tuple[str, str]] = Counter()
-    for one in guests:
-        asleep = one.state not in (SleepStatus.AWAKE, SleepStatus.BUSY)
-        state = SleepStatus.State.Name(one.state).lower() if asleep else "awake"
-        counts[state, SleepStatus.Cause.Name(one.cause).lower() if asleep and one.cause in _CAUSES else ""] += 1
+    for guest in guests:
+        asleep = guest.state not in (SleepStatus.AWAKE, SleepStatus.BUSY)
+        state = SleepStatus.State.Name(guest.state).lower() if asleep else "awake"
+        counts[state, SleepStatus.Cause.Name(guest.cause).lower() if asleep and guest.cause in _CAUSES else ""] += 1
     for (state, cause), count in sorted(counts.items()):
         families.add(catalog.MODEL_GUESTS, count, *name, state, cause)
     if guests:
-        families.add(catalog.MODEL_GUEST_IMAGE, sum(one.weight_bytes for one in guests), *name)
-        families.add(catalog.MODEL_GUEST_NEEDED, sum(one.needed_bytes for one in guests), *name)
-    slept = [one.sleep_took_ms / 1000 for one in guests if one.HasField("sleep_took_ms")]
-    woke = [one.wake_took_ms / 1000 for one in guests if one.HasField("wake_took_ms")]
+        families.add(catalog.MODEL_GUEST_IMAGE, sum(guest.weight_bytes for guest in guests), *name)
+        families.add(catalog.MODEL_GUEST_NEEDED, sum(guest.needed_bytes for guest in guests), *name)
+    slept = [guest.sleep_took_ms / 1000 for guest in guests if guest.HasField("sleep_took_ms")]
+    woke = [guest.wake_took_ms / 1000 for guest in guests if guest.HasField("wake_took_ms")]
     families.add(catalog.MODEL_GUEST_STEP, max(slept, default=None), *name, "sleep")
     families.add(catalog.MODEL_GUEST_STEP, max(woke, default=None), *name, "wake")
 

@@ -54,22 +54,27 @@ class Guests:
         found: list[SleepStatus] = []
         row = self._broker.ledger.models.get(name)
         for session in row.sessions if row is not None and self._said else ():
-            one = self._said.get(session)
-            if one is None or one.model != name or not self._is_connected(session, one) or len(found) == MOST_OF_MODEL:
+            said = self._said.get(session)
+            if (
+                said is None
+                or said.model != name
+                or not self._is_connected(session, said)
+                or len(found) == MOST_OF_MODEL
+            ):
                 continue
             status = SleepStatus()
-            status.CopyFrom(one.status)
+            status.CopyFrom(said.status)
             status.detail = ""
             if status.HasField("asleep_ms"):
-                status.asleep_ms += (now - one.at) // 1_000_000
+                status.asleep_ms += (now - said.at) // 1_000_000
             found.append(status)
         return found
 
     def counted(self) -> tuple[int, int]:
         """Return how many guests there are, and how many of them are not awake. Forget those that have gone."""
-        self._said = {session: one for session, one in self._said.items() if self._is_connected(session, one)}
-        states = [one.status.state for one in self._said.values()]
+        self._said = {session: said for session, said in self._said.items() if self._is_connected(session, said)}
+        states = [said.status.state for said in self._said.values()]
         return len(states), sum(state not in (SleepStatus.AWAKE, SleepStatus.BUSY) for state in states)
 
-    def _is_connected(self, session: int, one: SaidByGuest) -> bool:
-        return self._connections.get(session) is one.connection
+    def _is_connected(self, session: int, said: SaidByGuest) -> bool:
+        return self._connections.get(session) is said.connection

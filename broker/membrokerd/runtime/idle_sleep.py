@@ -123,7 +123,7 @@ class IdleSleep:
         seconds = self.rules.seconds(name)
         if not seconds:
             return None
-        found = [one for one in self._engines.get(name, {}).values() if one.asleep_ns is not None]
+        found = [engine for engine in self._engines.get(name, {}).values() if engine.asleep_ns is not None]
         if not found:
             return SleepView(round(seconds * 1000))
         first = min(found, key=_since)
@@ -131,7 +131,7 @@ class IdleSleep:
 
     def asleep(self) -> int:
         """Return how many engines sleep."""
-        return sum(one.asleep_ns is not None for engines in self._engines.values() for one in engines.values())
+        return sum(engine.asleep_ns is not None for engines in self._engines.values() for engine in engines.values())
 
     def _find(self) -> None:
         """Know the engines that there are now, and forget those that have gone."""

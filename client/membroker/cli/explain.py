@@ -249,8 +249,8 @@ def _now(model: ModelStatus) -> Iterator[str]:
         yield f"now: {tables.short_name(model.name)} {', '.join(parts)}"
     if model.idle_sleep_ms is not None:
         yield f"now: {tables.short_name(model.name)} sleeps {tables.sleeps(model)}"
-    for one in model.guests:
-        yield f"now: the guest of {tables.short_name(model.name)} is {tables.guest(one)}"
+    for guest in model.guests:
+        yield f"now: the guest of {tables.short_name(model.name)} is {tables.guest(guest)}"
 
 
 def _sentence(text: str) -> str:

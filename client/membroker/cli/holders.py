@@ -53,7 +53,8 @@ def of_tenant(admin: Admin, name: str) -> Held:
 
 
 def _holding(sessions: Sequence[SessionStatus]) -> list[SessionStatus]:
-    return [one for one in sessions if one.segments or any(books.used_bytes for books in one.books.values())]
+    return [
+        session for session in sessions if session.segments or any(books.used_bytes for books in session.books.values())]
 
 
 def still(held: Held) -> Iterator[str | tables.TextTable]:
@@ -79,7 +80,7 @@ def wait(look: Callable[[], Held], held: Held, seconds: float | None, say: Calla
         before, held = held, look()
         if until is not None and time.monotonic() >= until:
             return held
-        left = {one.name for one in held.sessions} | {one.name for one in held.segments}
+        left = {session.name for session in held.sessions} | {segment.name for segment in held.segments}
         for session in before.sessions:
             if session.name not in left:
                 size = format_exact(sum(books.used_bytes for books in session.books.values()))

@@ -93,7 +93,7 @@ def model_table(model: ModelStatus) -> TextTable:
             ["sessions", str(model.sessions)],
             ["refused", refused or NONE],
             *([["sleeps", sleeps(model)]] if model.idle_sleep_ms is not None else []),
-            *(["guest", guest(one)] for one in model.guests),
+            *(["guest", guest(status)] for status in model.guests),
         ],
     )
 
@@ -136,7 +136,7 @@ def guest(status: SleepStatus) -> str:
 
 def is_asleep(model: ModelStatus) -> bool:
     """Say whether an engine or a guest of a model sleeps, as far as that is known."""
-    return model.asleep_sessions > 0 or any(one.state not in ("awake", "busy") for one in model.guests)
+    return model.asleep_sessions > 0 or any(status.state not in ("awake", "busy") for status in model.guests)
 
 
 def _worth_showing(model: ModelStatus) -> list[ModelBooks]:

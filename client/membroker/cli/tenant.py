@@ -226,7 +226,7 @@ def _name(text: str) -> str:
 def _uids(text: str) -> tuple[list[int] | None]:
     if text == "none":
         return (None,)
-    return ([_user(one)[0] for one in text.split(",")],)
+    return ([_user(user)[0] for user in text.split(",")],)
 
 
 def _user(text: str) -> tuple[int]:

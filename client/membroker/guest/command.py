@@ -150,7 +150,7 @@ class _Line:
 
     def pids(self) -> list[int]:
         """Return the processes that have a session of this tenant, but this one."""
-        return [one.pid for one in self.client.sessions() if one.pid != os.getpid()]
+        return [session.pid for session in self.client.sessions() if session.pid != os.getpid()]
 
     def close(self) -> None:
         self.client.close()

@@ -189,9 +189,9 @@ async def _exchange(client: _Side, program: _Side) -> None:
     back = asyncio.ensure_future(_copy(program[0], client[1]))
     try:
         await asyncio.wait([there, back], return_when=asyncio.FIRST_COMPLETED)
-        for one in (there, back):
-            if one.done():
-                one.result()
+        for direction in (there, back):
+            if direction.done():
+                direction.result()
         if back.done() and not there.done():
             there.cancel()
             await asyncio.wait([there])

@@ -313,7 +313,7 @@ class Guest:
             self._sessions_at = time.monotonic()
             self._tree.look_at_sessions()
         using = self._using()
-        used = sum(one.size for one in using)
+        used = sum(process.size for process in using)
         self.most_used = max(self.most_used, used)
         if self._phase == "awake":
             cause, why = self._why_sleep()
@@ -324,7 +324,7 @@ class Guest:
         elif using and time.monotonic() >= self._firm_until:  # it has begun a process that computes
             self._sleep(using, self._cause, self._why)
         else:
-            self._beside = sum(one.size for one in using)
+            self._beside = sum(process.size for process in using)
         if self._phase != "awake":
             self._look_asleep()
 
@@ -352,16 +352,16 @@ class Guest:
         pids = self._tree.pids()
         self._watch(pids)
         starts = {pid: self._tree.start_of(pid) for pid in pids}  # before the usage: so it is never another one's
-        self._suspended = {pid: one for pid, one in self._suspended.items() if self._is_there(one)}
+        self._suspended = {pid: process for pid, process in self._suspended.items() if self._is_there(process)}
         usage = self._suspender.usage(pids)
         found = [UsingProcess(pid, start, usage[pid]) for pid, start in starts.items() if start and usage.get(pid)]
-        return [one for one in found if one.pid not in self._suspended]
+        return [process for process in found if process.pid not in self._suspended]
 
-    def _is_there(self, one: UsingProcess) -> bool:
-        return self._tree.start_of(one.pid) == one.start
+    def _is_there(self, process: UsingProcess) -> bool:
+        return self._tree.start_of(process.pid) == process.start
 
     def _image(self) -> int:
-        return sum(one.size for one in self._suspended.values())
+        return sum(process.size for process in self._suspended.values())
 
     def _why_sleep(self) -> tuple[SleepCause, str]:
         """Return why the program must sleep now, in a word and as half a sentence, or ""."""
@@ -487,7 +487,7 @@ class Guest:
             if self._settings.charges_host and not self._suspended:
                 self._model.declare(0, "host")
             if was_awake:
-                self._declare(max(self._declared, sum(one.size for one in using)))
+                self._declare(max(self._declared, sum(process.size for process in using)))
         finally:
             if recall is not None:
                 recall.done()
@@ -497,7 +497,7 @@ class Guest:
         if self._must_run:
             return self._must_run
         self._tree.look_at_sessions()
-        reasons = filter(None, [self._tree.why_not(one.pid) for one in using])
+        reasons = filter(None, [self._tree.why_not(process.pid) for process in using])
         size = sum(one.size for one in using)
         free = free_bytes()
         if free is not None and size > free:
@@ -515,29 +515,29 @@ class Guest:
         """Lock all processes, then suspend each. If one fails, unlock those that run; return why."""
         locked: list[UsingProcess] = []
         failed = ""
-        for one in using:
+        for process in using:
             if not failed:
-                error = self._failure(one, lambda pid: self._suspender.lock(pid, LOCK_SECONDS))
-                failed = f"process {one.pid}: {error}" if error else ""
-                locked += [] if error else [one]
-        for one in locked:
+                error = self._failure(process, lambda pid: self._suspender.lock(pid, LOCK_SECONDS))
+                failed = f"process {process.pid}: {error}" if error else ""
+                locked += [] if error else [process]
+        for process in locked:
             if not failed:
-                error = self._failure(one, self._suspender.suspend)
-                failed = f"process {one.pid}: {error}" if error else ""
-                if not error and self._is_there(one):
-                    self._suspended = {**self._suspended, one.pid: one}
-        for one in locked if failed else ():
-            if one.pid not in self._suspended and (error := self._failure(one, self._suspender.unlock)):
-                self._end(f"process {one.pid} cannot go on, and can only be killed: {error}")
+                error = self._failure(process, self._suspender.suspend)
+                failed = f"process {process.pid}: {error}" if error else ""
+                if not error and self._is_there(process):
+                    self._suspended = {**self._suspended, process.pid: process}
+        for process in locked if failed else ():
+            if process.pid not in self._suspended and (error := self._failure(process, self._suspender.unlock)):
+                self._end(f"process {process.pid} cannot go on, and can only be killed: {error}")
         return failed
 
-    def _failure(self, one: UsingProcess, call: Callable[[int], object]) -> DriverError | None:
+    def _failure(self, process: UsingProcess, call: Callable[[int], object]) -> DriverError | None:
         """Make a call for a process that is still there. Return why it has failed, unless the process has ended."""
-        if self._is_there(one):
+        if self._is_there(process):
             try:
-                call(one.pid)
+                call(process.pid)
             except DriverError as error:
-                if self._is_there(one):
+                if self._is_there(process):
                     return error
         return None
 
@@ -585,9 +585,9 @@ class Guest:
     def _restore(self) -> None:
         begun = time.monotonic()
         for call in (self._put_back, self._suspender.unlock):
-            for one in self._suspended.values():
-                if error := self._failure(one, call):
-                    self._end(f"process {one.pid} cannot be put back on the device, and can only be killed: {error}")
+            for process in self._suspended.values():
+                if error := self._failure(process, call):
+                    self._end(f"process {process.pid} cannot be put back on the device, and can only be killed: {error}")
                     self._closed = True
                     return
         with self._changed:

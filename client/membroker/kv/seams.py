@@ -52,9 +52,13 @@ def differences(used: Iterable[Member]) -> Iterator[str]:
         elif (found := getattr(kind, name, None)) is None:
             yield f"{place} has no {name}"
         else:
-            given = [one for one in inspect.signature(found).parameters.values() if one.name not in ("self", "cls")]
-            names = tuple(one.name for one in given)
-            needed = [one for one in given[len(expected) :] if one.default is one.empty and one.kind in _NEEDED]
+            given = [
+                parameter
+                for parameter in inspect.signature(found).parameters.values() if parameter.name not in ("self", "cls")]
+            names = tuple(parameter.name for parameter in given)
+            needed = [
+                parameter
+                for parameter in given[len(expected) :] if parameter.default is parameter.empty and parameter.kind in _NEEDED]
             if names[: len(expected)] != expected or needed:
                 yield f"{place}.{name} takes ({', '.join(names)}), not ({', '.join(expected)})"
 

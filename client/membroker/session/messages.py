@@ -62,7 +62,7 @@ def value(kind: type[_T], message: Message, **special: Any) -> _T:
     """
     if kind is ModelStatus:
         model: Any = message
-        special["guests"] = tuple([value(SleepStatus, one) for one in model.guests])
+        special["guests"] = tuple([value(SleepStatus, status) for status in model.guests])
     if kind in _BOOKS:
         books_name, books = _BOOKS[kind]
         special[books_name] = by_location(books, getattr(message, books_name))

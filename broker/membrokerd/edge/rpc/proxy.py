@@ -86,7 +86,7 @@ class Proxy:
         crowd, most = counts.most_common(1)[0]
         if most <= counts[tenant] + 1:
             return False
-        next(one for one, owner in reversed(self._connections.items()) if owner == crowd).close()
+        next(connection for connection, owner in reversed(self._connections.items()) if owner == crowd).close()
         return True
 
     def close(self) -> None:

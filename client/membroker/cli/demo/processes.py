@@ -131,7 +131,7 @@ class DemoGuest:
     def __init__(self, endpoint: Path, model: str, size: int) -> None:
         self.model = model
         self._reserved = [_reserve_port() for _ in range(2)]
-        self._door, port = (int(one.getsockname()[1]) for one in self._reserved)
+        self._door, port = (int(reserved.getsockname()[1]) for reserved in self._reserved)
         program = [sys.executable, "-m", "membroker.cli.demo.guest", str(size), str(port)]
         options = ["--model", model, "--memory", str(size), "--door", f"{self._door}:{port}"]
         self.process = subprocess.Popen(
@@ -168,8 +168,8 @@ class DemoGuest:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        for one in self._reserved:
-            one.close()
+        for reserved in self._reserved:
+            reserved.close()
 
 
 def _reserve_port() -> socket.socket:
