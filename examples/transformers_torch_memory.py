@@ -18,20 +18,20 @@ try:
 except ImportError as error:
     raise SystemExit(f"this example needs PyTorch and transformers: {error}") from None
 
-SIZE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZE: Any = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 
 
 def build() -> Any:
     """Return the model; the same weights each time."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZE, num_attention_heads=4, initializer_range=0.5, eos_token_id=None)).eval()
+    config: Any = LlamaConfig(**SIZE, num_attention_heads=4, initializer_range=0.5, eos_token_id=None)
+    return LlamaForCausalLM(config).train(mode=False)
 
 
 def answer(module: Any) -> list[int]:
     """Return the tokens that follow a prompt."""
     prompt = torch.tensor([[11, 7, 42, 3]], device=module.device)
-    tokens: list[int] = module.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 4:].tolist()
-    return tokens
+    return list(module.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 4:].tolist())
 
 
 def main() -> None:

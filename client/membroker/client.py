@@ -34,7 +34,7 @@ from .vmm.driver import Driver, Location
 from .vmm.sizes import Size
 from .wire.names import LIMIT_VARIABLE, MODEL_VARIABLE
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 
 @shortened

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import reprlib
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from .errors import InvalidRequest
 # A name in another process's header can have 100 MB: a message shows its beginning and its end.
 _SHORT = reprlib.Repr()
 _SHORT.maxstring, _SHORT.maxlevel = 60, 2
-quoted = _SHORT.repr
+quoted: Callable[[object], str] = _SHORT.repr
 
 
 class Dtype(NamedTuple):

@@ -115,6 +115,9 @@ class OutOfVirtualMemory(MembrokerError, MemoryError):
     Deallocate, `compact`, or reserve more in another pool. `available_bytes` is the most that would have fitted.
     """
 
+    available_bytes: int
+    requested_bytes: int
+
     def __init__(self, requested: int, available: int, message: str = "") -> None:
         super().__init__(
             message

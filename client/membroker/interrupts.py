@@ -175,7 +175,7 @@ class _Task(Generic[_T]):
         self._error: BaseException | None = None
         self._told = threading.Lock()
         self._told.acquire()
-        self.interrupted = False
+        self.interrupted: bool = False
 
     def run(self) -> None:
         self._started = True
@@ -229,7 +229,7 @@ class _Here(threading.local):
     task: _Task[Any] | None = None
 
 
-here = _Here()
+here: _Here = _Here()
 """`here.task` is the work of `uninterrupted` that this thread does."""
 
 

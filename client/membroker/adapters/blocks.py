@@ -17,7 +17,7 @@ from ..errors import DeviceFailure, OutOfMemory
 from ..ext import Span, arguments, device_failures, uninterrupted
 from ..vmm.sizes import MIB, Size, joined, round_up
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 CHUNK_BYTES = 32 * MIB
 """The size of a buffer that small blocks share; a larger block gets its own buffer."""

@@ -41,11 +41,11 @@ class Balloon:
         ceiling: int | None = None,
         always: Collection[int] = (0,),
     ) -> None:
-        self.groups = Groups(layout, always)
+        self.groups: Groups = Groups(layout, always)
         self._layout = layout
         self.floor = floor
         self.keep = keep
-        self.ahead = -(-ahead // layout.block_bytes)
+        self.ahead: int = -(-ahead // layout.block_bytes)
         """Blocks."""
         self.ceiling = ceiling
         self._cached: dict[int, float] = {}

@@ -16,7 +16,7 @@ from .layout import Layout
 from .pages import Pages
 from .state import LOOK_SECONDS, CacheState
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 ASK_SECONDS: Final = 1.0
 """How long one question waits in the broker's queue. Then the cache looks again what it needs, and asks again."""

@@ -31,7 +31,7 @@ from .pages import Answering, Pages, pages_of
 from .releaser import Releaser
 from .state import CacheState, CacheStats
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 CLOSE_SECONDS: Final = 5.0
 """How long `close` waits for each thread. One that still asks a broker which is away ends later."""

@@ -41,7 +41,7 @@ class Groups:
             if not 0 <= block < layout.blocks:
                 raise InvalidRequest(f"block {block} is not one of the cache's {layout.blocks}")
         self.layout = layout
-        self.sizes = [layout.bytes_of(group) for group in range(layout.groups)]
+        self.sizes: list[int] = [layout.bytes_of(group) for group in range(layout.groups)]
         """The bytes of each group."""
         self._states = bytearray([HELD]) * layout.groups
         self._charged = [0] * len(LIFECYCLE)
@@ -51,7 +51,7 @@ class Groups:
         self._out = bytearray(layout.blocks)
         self._ready: set[int] = set()
         self._always = frozenset(always)
-        self.first = sorted({group for block in always for group in layout.touched(block)})
+        self.first: list[int] = sorted({group for block in always for group in layout.touched(block)})
         """The groups of `always`."""
         for block in always:
             self._out[block] = 1

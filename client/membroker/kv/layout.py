@@ -59,7 +59,7 @@ class Layout:
         self.blocks = blocks
         self.tensors: Sequence[Strided] = _joined(base, blocks, tensors)
         """By address. Those that interleave are one."""
-        self.block_bytes = sum(tensor.size for tensor in self.tensors)
+        self.block_bytes: int = sum(tensor.size for tensor in self.tensors)
         """Bytes of one block in all tensors together."""
         self._pages, tables = _groups(base, page_size, blocks, self.tensors)
         self._touched = _touched(base, page_size, blocks, self.tensors, tables)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import ClosedError, MembrokerError
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 
 class Line:

@@ -92,7 +92,7 @@ class PoolPages:
         if pool.spare_pages or pool.ahead:
             raise InvalidRequest("the pool of an elastic cache has no spare pages and borrows nothing ahead by itself")
         self.pool = pool
-        self.page_size = pool.page_size
+        self.page_size: int = pool.page_size
 
     @property
     def base_address(self) -> int:

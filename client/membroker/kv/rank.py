@@ -70,7 +70,7 @@ class Rank:
         self._scheduler: Line | None = None
         # A directory of our own: `multiprocessing` keeps its own until the process ends, and after a SIGKILL forever.
         directory = TemporaryDirectory(prefix="membroker-kv-")
-        self.address = f"{directory.name}/rank.sock"
+        self.address: str = f"{directory.name}/rank.sock"
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(self.address)
         listener.listen(CONNECTIONS)

@@ -53,7 +53,7 @@ class Ranks(Closing):
         """What is called with each recall."""
         self.sleep_callback: Callable[[SleepRequest], SleepStatus] | None = None
         """What is called with each question of an operator."""
-        self.closed = False
+        self.closed: bool = False
         self._keep_awake: Callable[[int], bool] | None = None
         self._users = 0
         """How many blocks of `Rank.awake` run in all ranks."""
@@ -63,7 +63,7 @@ class Ranks(Closing):
         with ExitStack() as undo:
             self._ranks = [undo.enter_context(_RankLink(address)) for address in addresses]
             self.resource_name: str = self._ranks[0].tell("name")
-            self.weights = RankWeights(self._ranks) if self._ranks[0].tell("weights") else None
+            self.weights: RankWeights | None = RankWeights(self._ranks) if self._ranks[0].tell("weights") else None
             """The weights of all ranks, if these are in pools of theirs."""
             self._hearing = start_thread(self._hear, "membroker-kv-recalls")
             self._undo = undo.pop_all()
@@ -214,6 +214,10 @@ class RankRecall:
 
 class _RankLink(Closing):
     """The scheduler's side of the connections to one rank."""
+
+    tell: Line
+    ask: Line
+    heard: Connection
 
     def __init__(self, address: str) -> None:
         with ExitStack() as undo:

@@ -17,7 +17,7 @@ from .layout import Layout
 from .pages import Pages
 from .state import FENCE_SECONDS, LOOK_SECONDS, CacheRecall, CacheState
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 
 class Releaser:
@@ -33,13 +33,13 @@ class Releaser:
         """What is served."""
         self._rested: Fence | None = None
         """The fence of the last rest."""
-        self.is_resting = False
+        self.is_resting: bool = False
         """Whether the engine is idle."""
         self._makes_turns = False
         """Whether this thread makes its turns then."""
         self._turns = threading.Lock()
         """Held while this thread calls the engine for one that rests: `wake` waits for it."""
-        self.driver = threading.Lock()
+        self.driver: threading.Lock = threading.Lock()
         """Held while a fence is looked at and pages are unmapped."""
         self._wanted = threading.Event()
 

@@ -28,7 +28,7 @@ from .cache import CLOSE_SECONDS, ElasticCache
 from .rank import awake
 from .ranks import RankWeights
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 LOOK_SECONDS: Final = 0.05
 """How often an engine is looked at that is to sleep when its requests have ended."""

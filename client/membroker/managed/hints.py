@@ -209,6 +209,10 @@ class PrefetchFailed(MembrokerError):
     before it, in order. It is empty if a check refused the entry. `__cause__` is the reason.
     """
 
+    queued: tuple[PrefetchEntry, ...]
+    entry: PrefetchEntry
+    index: int
+
     def __init__(self, index: int, entry: PrefetchEntry, queued: tuple[PrefetchEntry, ...], why: Exception) -> None:
         super().__init__(f"entry {index} ({entry}) failed, with {len(queued)} queued before it: {why}")
         self.index, self.entry, self.queued = index, entry, queued

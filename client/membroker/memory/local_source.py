@@ -108,7 +108,7 @@ def add_asked(error: OutOfMemory, asked: Size, parts: str, part_bytes: int) -> N
         error.args = (f"{format_exact(size)} ({rounded}) were asked for{left}: {error}",)
 
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 PACKET = 64
 """Extents are created and mapped in packets of this many, which limits the descriptors open at a time."""

@@ -20,7 +20,7 @@ from ..interrupts import uninterrupted
 from ..reentry import in_a_finalizer, in_a_handler
 from .lender import Tracked
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 
 class OwnerLink(Protocol):

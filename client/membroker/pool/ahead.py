@@ -18,7 +18,7 @@ from ..errors import ClosedError, MembrokerError
 from ..threads import start_thread
 from ..vmm.sizes import GIB
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 MOST_BYTES: Final = GIB
 """The most that "auto" keeps ready."""

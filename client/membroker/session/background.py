@@ -21,7 +21,7 @@ from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
 from ..wire.names import MAX_FRAME_BYTES
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 
 class Background:

@@ -43,7 +43,7 @@ from .inventory import HeldResources, Inventory
 from .places import Places
 from .rpc import READS, GrpcCalls, Outcome
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 _NOSIGNAL = int(socket.MSG_NOSIGNAL)
 _PATIENCE = struct.pack("@ll", int(STOPPING_SECONDS), 0)

@@ -21,7 +21,7 @@ from ..wire.names import PROTOCOL_VERSION
 from .endpoint import DESCRIPTORS_CUT, open_socket, set_timeout, silent
 from .inventory import HeldResources, Inventory
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 REJECTED = "TOKEN_REJECTED"
 """The reason of an error when the broker does not know the session."""

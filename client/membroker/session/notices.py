@@ -23,7 +23,7 @@ from .background import Background
 from .connection import Connection
 from .endpoint import call_failed
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 RECALLS_REVISION = 2
 """The first revision of a broker that recalls memory."""

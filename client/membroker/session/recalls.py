@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -30,7 +30,7 @@ from .rpc import CONTROL_SECONDS
 if TYPE_CHECKING:
     from .reconnecting import ReconnectingConnection
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 _LOCATIONS = {resources_pb2.LOCATION_DEVICE: "device", resources_pb2.LOCATION_HOST: "host"}
 
@@ -54,7 +54,7 @@ class OpenRecall:
 
     def __init__(self, recalls: SessionRecalls, message: pb.Recall, connection: Connection) -> None:
         self.recall_id: int = message.recall_id
-        self.place = (message.model, message.location)
+        self.place: tuple[str, int] = (message.model, message.location)
         self.location: str = _LOCATIONS[message.location]
         self.size: int = message.bytes
         self.called_for = 0
@@ -88,7 +88,7 @@ class SessionRecalls:
     """
 
     def __init__(self, line: ReconnectingConnection, memories: Callable[[], Collection[Tracked]]) -> None:
-        self.released_bytes = line.inventory.released_bytes
+        self.released_bytes: Mapping[tuple[str, int], int] = line.inventory.released_bytes
         self._line = line
         self._memories = memories
         self._answering: dict[str, _Answering] = {}

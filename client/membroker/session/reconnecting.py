@@ -32,7 +32,7 @@ from .inventory import HeldResources, Inventory
 from .notices import Notices
 from .rpc import CONTROL_SECONDS, METHODS, READS, GrpcCalls
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 LIFECYCLE: Final[Mapping[str, Mapping[str, str]]] = {
     "connected": {
@@ -77,6 +77,8 @@ class ReconnectingConnection:
     for the next connection. With `by_grpc`, all frames that gRPC has a method for are sent by gRPC.
     """
 
+    welcome: pb.Welcome
+
     def __init__(self, endpoint: Path, hello: pb.Hello, *, timeout: float, outage: float, by_grpc: bool) -> None:
         self.inventory: Inventory = Inventory()
         self._path = endpoint / "handoff.sock"
@@ -102,10 +104,10 @@ class ReconnectingConnection:
         with ExitStack() as undo:
             undo.callback(handoff.close)
             undo.callback(notices.close)
-            self.notices = Notices(self._changed.lock, self._connected)
+            self.notices: Notices = Notices(self._changed.lock, self._connected)
             undo.callback(self.notices.stop, wait=True)
             with self._changed.lock:  # a connection that is lost at once finds itself here
-                self.connection = self._open(handoff, self.welcome.protocol_revision)
+                self.connection: Connection = self._open(handoff, self.welcome.protocol_revision)
             self.notices.listen(notices, self.connection)
             undo.pop_all()
 

@@ -29,7 +29,7 @@ from .endpoint import call_failed, check_path
 if TYPE_CHECKING:
     import grpc
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 CONTROL_SECONDS = 30.0
 """How long a call that moves no memory may take."""

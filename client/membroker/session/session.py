@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import Message
@@ -18,6 +19,7 @@ from google.protobuf.message import Message
 from ..arguments import name_of
 from ..errors import InvalidRequest, ModelNotFound, SegmentNotFound
 from ..interrupts import device_failures
+from ..memory.lender import Tracked
 from ..memory.owner import MemoryOwner
 from ..v1 import broker_pb2, resources_pb2
 from ..v1 import handoff_pb2 as pb
@@ -84,7 +86,7 @@ class Session(MemoryOwner[_SessionLink]):
         outage: float = 0.0,
         driver: Driver | None = None,
     ) -> None:
-        self.endpoint = find_endpoint(endpoint)
+        self.endpoint: Path = find_endpoint(endpoint)
         name = _program() if client is None else name_of("client", client)
         if transport not in ("handoff", "grpc"):
             raise InvalidRequest(f'a transport is "handoff" or "grpc", not {transport!r}')
@@ -94,7 +96,7 @@ class Session(MemoryOwner[_SessionLink]):
         self.reconnecting: ReconnectingConnection = ReconnectingConnection(
             self.endpoint, hello, timeout=timeout, outage=outage, by_grpc=transport == "grpc"
         )
-        self.welcome = self.reconnecting.welcome
+        self.welcome: pb.Welcome = self.reconnecting.welcome
         self.declarations: Declarations = Declarations(self.reconnecting)
         self._recalls: Callable[[], SessionRecalls | None] = lambda: None
         super().__init__(_SessionLink(self.reconnecting, driver))
@@ -228,6 +230,11 @@ def _program() -> str:
 
 class SessionOwner:
     """The session's part of an `Owner` of memory: all but `give_back`."""
+
+    later: Callable[[Callable[[], None]], None]
+    interrupted: Callable[[], None]
+    untrack: Callable[[Tracked], None]
+    track: Callable[[Tracked], None]
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -92,6 +92,11 @@ class DriverError(Exception):
     (`CUDA_ERROR_OUT_OF_MEMORY`, `ENOMEM`), `code` its number.
     """
 
+    hint: str
+    code: int
+    name: str
+    call: str
+
     def __init__(self, call: str, name: str, code: int, hint: str = "") -> None:
         self.call, self.name, self.code, self.hint = call, name, code, hint
         super().__init__(f"{call} failed: {name} ({code})" + (f": {hint}" if hint else ""))

@@ -176,6 +176,9 @@ class PhysicalMemory(Closable):
     mapping.
     """
 
+    handle: Handle
+    driver: Driver
+
     def __init__(self, driver: Driver, handle: Handle) -> None:
         self.driver, self.handle = driver, handle
         self._mappings = 0
@@ -241,6 +244,12 @@ class MappedRange(Closable):
     memory does not fit, `InvalidRequest` for drivers of two kinds, `AlreadyMapped`, `ClosedError` and `DriverError`;
     nothing is mapped then.
     """
+
+    address: int
+    size: int
+    offset: int
+    memory: PhysicalMemory
+    addresses: AddressRange
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ...errors import InvalidRequest
-from ...safetensors import ALIGNMENT, TensorInfo, write_index
+from ...safetensors import ALIGNMENT, TensorIndex, TensorInfo, write_index
 from ...segment import Segment, check_header, write_tensors
 from .package import torch
 from .tensors import DTYPES, TEXTS, tensor
@@ -20,6 +20,8 @@ class TensorImage:
     Each begins at a multiple of 256 bytes. The values may come later, in `write`. Raises `InvalidRequest` for a dtype
     or a name that safetensors does not have.
     """
+
+    index: TensorIndex
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         entries = {key: (_text_of(key, value), _stored_shape(value)) for key, value in tensors.items()}

@@ -19,7 +19,7 @@ from ... import Buffer, Model
 from ...errors import InvalidRequest, MembrokerError, OutOfMemory
 from .package import torch
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 _ATTEMPTS = 4
 """How often an allocation is tried. Each attempt after the first follows a release; another thread can be faster."""

@@ -80,7 +80,7 @@ class DemoWorker:
 
     def __init__(self, endpoint: Path, model: str, virtual: str, limit: str = "") -> None:
         self.model = model
-        self.process = subprocess.Popen(
+        self.process: subprocess.Popen[str] = subprocess.Popen(
             [sys.executable, "-m", "membroker.cli.demo.worker", model, virtual, limit],
             env={**os.environ, "MEMBROKER_ENDPOINT": str(endpoint)},
             stdin=subprocess.PIPE,
@@ -134,7 +134,7 @@ class DemoGuest:
         self._door, port = (int(reserved.getsockname()[1]) for reserved in self._reserved)
         program = [sys.executable, "-m", "membroker.cli.demo.guest", str(size), str(port)]
         options = ["--model", model, "--memory", str(size), "--door", f"{self._door}:{port}"]
-        self.process = subprocess.Popen(
+        self.process: subprocess.Popen[str] = subprocess.Popen(
             [sys.executable, "-m", "membroker.cli.main", "run", "--guest", *options, "--", *program],
             env={**os.environ, "MEMBROKER_ENDPOINT": str(endpoint)},
             stdin=subprocess.DEVNULL,
@@ -186,7 +186,7 @@ class DemoBroker:
     admin: Admin
 
     def __init__(self, directory: Path) -> None:
-        self.starts = 0
+        self.starts: int = 0
         self._root = directory / "run" / "host"
         self._config, self._log = directory / "membrokerd.toml", directory / "log"
         self._notify = directory / "notify"

@@ -41,7 +41,7 @@ class Stage:
     """Prints the demo's text and its table: live on a terminal, once in each scene elsewhere."""
 
     def __init__(self, broker: DemoBroker) -> None:
-        self.console = Console(highlight=False)
+        self.console: Console = Console(highlight=False)
         self.broker = broker
 
     def say(self, text: str) -> None:

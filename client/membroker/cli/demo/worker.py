@@ -40,7 +40,7 @@ class Cache:
         self._free = list(range(pool.capacity // PAGE - 1, -1, -1))
         self._releasing = threading.Lock()
         """A recall is answered in a thread of the library."""
-        self.pages_checked = 0
+        self.pages_checked: int = 0
 
     @property
     def held(self) -> int:

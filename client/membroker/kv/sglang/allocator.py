@@ -26,7 +26,7 @@ class Allocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         self._held[0] = False
         self._free = numpy.zeros(self.pages, bool)
         self.held_count: int = self.pages - 1
-        self.free_count = 0
+        self.free_count: int = 0
         kvcache = plain.get_kvcache()
         super().__init__(plain.size, plain.page_size, plain.dtype, plain.device, kvcache, plain.need_sort)
 
@@ -119,7 +119,7 @@ class Allocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         if count > self.free_count:
             return None
         pages = self.lowest_free(count)
-        self.free_pages = torch.from_numpy(pages).to(self.device, non_blocking=True)
+        self.free_pages: torch.Tensor = torch.from_numpy(pages).to(self.device, non_blocking=True)
         found = method(*args)
         if found is not None:
             self._free[pages] = False

@@ -25,6 +25,8 @@ class SglangBlocks:
     The scheduler launches what it has scheduled at once.
     """
 
+    fence: Callable[[], Fence]
+
     def __init__(self, scheduler: Any, allocator: Allocator, new_fence: Callable[[], Fence]) -> None:
         self._scheduler, self._allocator, self.fence = scheduler, allocator, new_fence
         self._tree = scheduler.tree_cache
@@ -40,7 +42,7 @@ class SglangBlocks:
         """Pages whose users are to be retracted."""
         self._users: frozenset[int] = frozenset()
         """The places in the running batch of the requests that use them, once SGLang has asked."""
-        self.has_grown = False
+        self.has_grown: bool = False
         """Whether pages were released since this was last set to False."""
 
     def begin(self, running: Any, last: Any) -> None:

@@ -29,7 +29,7 @@ from .allocator import Allocator
 from .blocks import SglangBlocks
 from .settings import PAGE, SglangSettings
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 IDLE_SECONDS = 0.001
 """How long a turn of an idle scheduler lets the thread that unmaps have the interpreter."""

@@ -11,7 +11,7 @@ import os
 
 from .settings import VARIABLE
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 
 def register() -> None:

@@ -12,7 +12,7 @@ from typing import Final
 
 from .. import seams
 
-logger = logging.getLogger("membroker")
+logger: logging.Logger = logging.getLogger("membroker")
 
 TESTED: Final = ("0.5.21", "0.5.22", "0.5.23")
 # A method with a hook has the hook's wrapper: `inspect.signature` follows it to SGLang's own.

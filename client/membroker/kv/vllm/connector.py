@@ -47,7 +47,7 @@ from .sleep import why_kept
 from .steps import Scheduled
 from .swap import Copies, Swap, slots_in
 
-logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
+logger: logging.Logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
 STARVED_SECONDS = 0.005
 """How long a step waits for blocks if no request runs. vLLM looks at new requests and aborts only between steps."""

@@ -34,7 +34,7 @@ from .sleep import VllmWeights
 from .steps import Launched, recorded
 from .swap import SwapSpace
 
-logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
+logger: logging.Logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
 CONTEXT_BYTES = 600 << 20
 """What a CUDA context and the kernels take, which PyTorch does not count: 518 MiB on an H200."""
@@ -69,7 +69,7 @@ class VllmMemory:
         """This one, if its scheduler is in another process."""
         self._warm_up = ExitStack()
         """Keeps the library's threads away from the device while vLLM warms up and captures its graphs."""
-        self.launched = Launched()
+        self.launched: Launched = Launched()
         self.swap_space: SwapSpace | None = None
 
     def capture(self, device: Any) -> Capture:

@@ -10,7 +10,7 @@ import logging
 
 from . import last_line
 
-logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
+logger: logging.Logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
 
 def register() -> None:

@@ -72,7 +72,7 @@ class Created:
             if kernels := " ".join(type(part).__name__ for path, part in parts if path):
                 self.facts[f"the kernel of {name}"] = kernels
             self.states[name] = _state(parts)
-        self.size = sum(value.nbytes for value in model.parameters())
+        self.size: int = sum(value.nbytes for value in model.parameters())
 
 
 @contextmanager

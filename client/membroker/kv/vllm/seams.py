@@ -12,7 +12,7 @@ from typing import Final
 
 from .. import seams
 
-logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
+logger: logging.Logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
 TESTED: Final = "0.31.", "0.32.", "0.33."
 """How the versions begin that this package was written for."""

@@ -18,7 +18,7 @@ from ..bounds import say_wait
 from ..weights import move_to_pool
 from .settings import BORROWED, endpoint_of, settings_in
 
-logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
+logger: logging.Logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
 LEND_SECONDS = 300.0
 """How long the start of an engine waits for the memory of its weights."""

@@ -23,9 +23,9 @@ class Scheduled:
     """The scheduler's side. `passed` is that of `Launched`, or the least of all ranks."""
 
     def __init__(self, passed: Callable[[], int]) -> None:
-        self.number = 0
+        self.number: int = 0
         """The step that is scheduled now, or next."""
-        self.fenced = 0
+        self.fenced: int = 0
         """The last step with a fence at its beginning."""
         self._passed = passed
 

@@ -38,7 +38,7 @@ from . import processed, seams
 from .identity import digest_of, pinned
 from .settings import WeightSettings, check_shareable, endpoint_of, weight_settings_of
 
-logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
+logger: logging.Logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
 _AGAIN_SECONDS = 0.2
 _OUTAGE_SECONDS = 5.0

@@ -27,14 +27,16 @@ class NvmlDevice:
     Raises `DriverUnavailable` if NVML or its Python package is missing, or if NVML does not know the device.
     """
 
+    uuid: str
+
     def __init__(self, uuid_text: str) -> None:
         self._nvml = _load()
         self._call("nvmlInit", kind=DriverUnavailable)
         try:
             self.uuid, self._handle = self._find(uuid_text)
-            self.name = str(self._call_if_supported("nvmlDeviceGetName", self._handle) or "NVIDIA GPU")
-            self.index = self._index()
-            self.driver_version = str(self._call_if_supported("nvmlSystemGetDriverVersion") or "")
+            self.name: str = str(self._call_if_supported("nvmlDeviceGetName", self._handle) or "NVIDIA GPU")
+            self.index: int | None = self._index()
+            self.driver_version: str = str(self._call_if_supported("nvmlSystemGetDriverVersion") or "")
         except BaseException:
             self._nvml.nvmlShutdown()
             raise

@@ -36,7 +36,7 @@ class HostProcess:
 
     def __init__(self) -> None:
         self.pid: int = os.getpid()
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
         self.addresses: AddressTable = AddressTable()
         self.budget: MappingBudget = MappingBudget()
 
