@@ -20,7 +20,7 @@ from .recalls import Recalls
 from .requests import DebitRequest, Kind
 from .rows import SessionRow
 from .stock import WarmPool
-from .traffic import Call, Traffic
+from .traffic import CallInFlight, Traffic
 from .waiting import Waiting
 
 _NOT_SENT = "it acknowledged a packet that it was not sent"
@@ -93,7 +93,7 @@ class Lending:
         if traffic is not None:  # a seal can outlast its session
             traffic.unanswered.discard(request_id)
 
-    def begin_call(self, session: int, call: Call) -> None:
+    def begin_call(self, session: int, call: CallInFlight) -> None:
         """Send a call out in packets; what it makes is debited already."""
         traffic = self._traffic[session]
         if not call.sends:
@@ -118,7 +118,7 @@ class Lending:
         fact = ft.Debited(event.session, event.name, event.location, event.extent_bytes, ids.start, event.count)
         self._books.record(fact)
         size = event.extent_bytes
-        call = Call(
+        call = CallInFlight(
             call=event.call,
             request_id=event.request_id,
             name=event.name,
@@ -137,7 +137,7 @@ class Lending:
         self._stock.asked(event.location, size, event.count, now)
         self.begin_call(event.session, call)
 
-    def _allocated(self, session: int, call: Call) -> None:
+    def _allocated(self, session: int, call: CallInFlight) -> None:
         """Answer an Allocate of which every packet is decided, or let it wait for room on the device."""
         if call.failure:
             if not self._waiting.put_back(call):
@@ -179,7 +179,7 @@ class Lending:
                 traffic.queue.popleft()
             self._emit(session, call, part)
 
-    def _emit(self, session: int, call: Call, part: int) -> None:
+    def _emit(self, session: int, call: CallInFlight, part: int) -> None:
         """Have a packet sent, if its segment exists; else have it made, from the stock if that can serve all of it."""
         ids, extent_bytes = call.packet(part)
         request_id, parts = call.request_id, len(call.states)
@@ -275,7 +275,7 @@ class Lending:
                     self._answer(traffic, row.session, call)
         self._waiting.give_up(row.session, now)
 
-    def _abandon(self, session: int, call: Call) -> None:
+    def _abandon(self, session: int, call: CallInFlight) -> None:
         """Give up the packets of a call that still wait."""
         waiting = range(call.issued, len(call.states))
         for part in waiting:
@@ -288,19 +288,19 @@ class Lending:
         if waiting:
             self._credit_unmade(session, call, range(call.packet(waiting.start)[0].start, call.ids.stop))
 
-    def _made_or_not(self, call: Call, part: int) -> None:
+    def _made_or_not(self, call: CallInFlight, part: int) -> None:
         if not call.sends and part not in call.stocked:
             ids, size = call.packet(part)
             self._books.making[call.location] -= size * len(ids)
 
-    def _credit_unmade(self, session: int, call: Call, ids: range) -> None:
+    def _credit_unmade(self, session: int, call: CallInFlight, ids: range) -> None:
         """Credit extents that will never exist."""
         if call.sends:
             return
         fact = ft.SegmentCredited(call.segment, ids) if call.segment else ft.Credited(session, ids, "not made")
         self._books.record(fact)
 
-    def _conclude(self, session: int, call: Call) -> None:
+    def _conclude(self, session: int, call: CallInFlight) -> None:
         """Answer a call if all its packets are decided, and send the next packets."""
         traffic = self._traffic[session]
         if call.done:
@@ -310,7 +310,7 @@ class Lending:
         if traffic.queue and self._books.ledger.sessions[session].state in ("open", "detached"):
             self._issue(session)
 
-    def _answer(self, traffic: Traffic, session: int, call: Call) -> None:
+    def _answer(self, traffic: Traffic, session: int, call: CallInFlight) -> None:
         """Answer a call that is done, unless it was answered before."""
         if call.request_id in traffic.unanswered:
             traffic.unanswered.discard(call.request_id)

@@ -24,7 +24,7 @@ from .names import ANY_MODEL, ModelName, SegmentName
 from .requests import DebitRequest, Kind
 from .rows import SegmentRow, SessionRow
 from .stock import WarmPool
-from .traffic import Call
+from .traffic import CallInFlight
 from .waiting import Waiting
 
 _WRITING = ("writing", "sealing")
@@ -77,7 +77,7 @@ class Segments:
             books.record(ft.SegmentBound(segment))
         books.record(ft.SegmentHeld(segment, event.session))
         self._stock.make_room(location)
-        call = Call(
+        call = CallInFlight(
             call=event.call,
             request_id=event.request_id,
             name=name,
@@ -228,7 +228,7 @@ class Segments:
 
     def _begin_attach(self, event: ev.AttachSegment, row: SegmentRow) -> None:
         self._books.record(ft.SegmentHeld(row.segment, event.session))
-        call = Call(
+        call = CallInFlight(
             call=event.call,
             request_id=event.request_id,
             name=row.name,
@@ -242,7 +242,7 @@ class Segments:
         )
         self._lending.begin_call(event.session, call)
 
-    def _call_done(self, session: int, call: Call) -> None:
+    def _call_done(self, session: int, call: CallInFlight) -> None:
         """Answer a create or an attach once its packets are decided, or let a create wait for room on the device."""
         row = self._books.ledger.segments.get(call.segment)
         if row is None:  # its last session died while the packet was in flight

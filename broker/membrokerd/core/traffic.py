@@ -18,7 +18,7 @@ from .requests import DebitRequest
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class CallInFlight:
     """One call in flight that brings descriptors: its extents in packets, by part.
 
     If the last extent has another size (`last_bytes`), it is a packet of its own. `segment` is 0 for an Allocate;
@@ -32,7 +32,7 @@ class Call:
     extent_bytes: int
     last_bytes: int
     ids: range
-    on_done: Callable[[int, Call], None]
+    on_done: Callable[[int, CallInFlight], None]
     """Answers the call, given its session, once every packet is decided."""
     segment: int = 0
     sends: bool = False
@@ -92,8 +92,8 @@ class Traffic:
     acknowledged yet, by request id and part, with their numbers in that order; the window bounds it.
     """
 
-    calls: dict[int, Call] = field(default_factory=dict)
-    queue: deque[Call] = field(default_factory=deque)
+    calls: dict[int, CallInFlight] = field(default_factory=dict)
+    queue: deque[CallInFlight] = field(default_factory=deque)
     window: int = 0
     unanswered: set[int] = field(default_factory=set)
     sent: int = 0

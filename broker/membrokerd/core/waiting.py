@@ -34,7 +34,7 @@ from .names import Location, ModelName
 from .request_lines import RequestLines, call_of
 from .requests import GRANT, DebitRequest, Decision, Grant, Refuse, Wait
 from .schedule import Schedule
-from .traffic import Call
+from .traffic import CallInFlight
 
 MOST_AT_ONCE = 16
 """How many requests are granted or time out in one step. The others follow in the next: see `deadline`."""
@@ -210,7 +210,7 @@ class Waiting:
 
     # --- the device is full ---
 
-    def put_back(self, call: Call) -> bool:
+    def put_back(self, call: CallInFlight) -> bool:
         """Let a request wait again whose debit was credited because the device is full; return False to refuse it."""
         request, now = call.request, call.failed_at
         full = call.failure is not None and call.failure.reason is Reason.DEVICE_FULL and not call.any_sent
@@ -293,7 +293,7 @@ class Waiting:
         waiter.waited = now - waiter.since
         self._report(waiter, "cancelled")
 
-    def answered(self, call: Call) -> None:
+    def answered(self, call: CallInFlight) -> None:
         """Tell how the wait of a call ended, unless it has met a full device and waits on."""
         request = call.request
         if request is None or request.state == "waiting":

@@ -28,7 +28,7 @@ from .handoff.listener import Listener
 from .handoff.outbox import OutboxCounters
 from .listings import BookMessages
 from .rpc.broker_service import BrokerService
-from .rpc.interceptor import Calls, Guard
+from .rpc.interceptor import CallCount, Guard
 from .rpc.proxy import CONNECTIONS_BESIDE, Proxy
 from .rpc.server import serve
 
@@ -61,7 +61,7 @@ class Endpoints:
         self._traffic = traffic
         self._watch = watch
         self._open: dict[str, _OpenEndpoint] = {}
-        self._calls = Calls(lambda: len(self._open) + 1)  # the operator's endpoint is not among the open ones
+        self._calls = CallCount(lambda: len(self._open) + 1)  # the operator's endpoint is not among the open ones
 
     def check(self, name: str) -> None:
         """Raise `DirectoryError` if a tenant's sockets cannot have their place."""

@@ -12,8 +12,8 @@ from membroker.session import reconnecting
 from membrokerd.core import facts as ft
 from membrokerd.core import lifecycles
 from membrokerd.core.ledger import Ledger
-from membrokerd.core.lending import Call
 from membrokerd.core.names import ModelName
+from membrokerd.core.traffic import CallInFlight
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "lifecycles.md"
 LIBRARY = {"connection": reconnecting.LIFECYCLE, "mapped memory": lifetime.LIFECYCLE}
@@ -157,7 +157,7 @@ def test_an_illegal_fact_changes_nothing(fact: ft.Fact, books: Callable[[Ledger]
 
 
 def test_an_illegal_move_of_a_packet_changes_nothing() -> None:
-    call = Call(1, 1, MODEL, "device", 2, 2, range(10, 13), on_done=lambda session, call: None)
+    call = CallInFlight(1, 1, MODEL, "device", 2, 2, range(10, 13), on_done=lambda session, call: None)
     with pytest.raises(lifecycles.IllegalMove):
         call.move(0, "made")
     assert call.states == ["waiting"]

@@ -42,7 +42,7 @@ MOST_SHOWN = 400
 TOO_MANY = "the broker has too many gRPC calls at a time"
 
 
-class Calls:
+class CallCount:
     """Counts the calls of all endpoints. A call counts from its first frame on, and until its task ends.
 
     `endpoints` says how many share the bound now: a reload adds some.
@@ -94,7 +94,7 @@ class Guard(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         dispatcher: Dispatcher,
-        calls: Calls,
+        calls: CallCount,
         endpoint: str,
         *,
         has_users: bool = False,
