@@ -173,8 +173,8 @@ class _Task(Generic[_T]):
         self._started = self._done = False
         self._result: _T | None = None
         self._error: BaseException | None = None
-        self._told = threading.Lock()
-        self._told.acquire()
+        self._running = threading.Lock()
+        self._running.acquire()
         self.interrupted: bool = False
 
     def run(self) -> None:
@@ -186,7 +186,7 @@ class _Task(Generic[_T]):
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             self._error = error
         self._done = True
-        self._told.release()
+        self._running.release()
 
     def result(self, on_interrupt: Step, patience: float) -> _T:
         """Start the work, and return its result or raise its error.
@@ -220,9 +220,9 @@ class _Task(Generic[_T]):
         if seconds < 0:
             # A signal between Python's last look and the wait, or in another thread, does not end the wait.
             while not self._done:
-                self._told.acquire(timeout=LOOK_SECONDS)
+                self._running.acquire(timeout=LOOK_SECONDS)
         elif not self._done:
-            self._told.acquire(timeout=seconds)
+            self._running.acquire(timeout=seconds)
 
 
 class _Here(threading.local):

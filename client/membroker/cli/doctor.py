@@ -405,7 +405,7 @@ def check_unaccounted(endpoint: str | None, env: Mapping[str, str]) -> Check:
             locations = books.device().locations
     except MembrokerError:
         return Check("unaccounted", "ok", "not checked: that needs a broker")
-    told = []
+    lines = []
     for where, memory in locations.items():
         if memory.unaccounted_bytes is None:
             continue
@@ -418,8 +418,8 @@ def check_unaccounted(endpoint: str | None, env: Mapping[str, str]) -> Check:
             )
             found += f", more than the {format_size(room)} that the headroom has for it"
             return Check("unaccounted", "warn", found, advice)
-        told.append(found)
-    return Check("unaccounted", "ok", "; ".join(told) or "not checked: the device does not tell what is in use")
+        lines.append(found)
+    return Check("unaccounted", "ok", "; ".join(lines) or "not checked: the device does not tell what is in use")
 
 
 def check_guarantees(endpoint: str | None, env: Mapping[str, str]) -> Check:

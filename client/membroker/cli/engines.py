@@ -41,7 +41,7 @@ def add(
     module = import_module(f"membroker.kv.{engine}.arguments")  # takes longer than the rest of `membroker run`
     added: Added = module.arguments(command, capacity)
     variables = {name: value for name, value in added.variables.items() if name not in environment}
-    told = [*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), *map(shlex.quote, added.words)]
-    if told:
-        print(f"membroker: {ENGINES[engine]} also gets {' '.join(told)}", file=sys.stderr)
+    added_words = [*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), *map(shlex.quote, added.words)]
+    if added_words:
+        print(f"membroker: {ENGINES[engine]} also gets {' '.join(added_words)}", file=sys.stderr)
     return [*command, *added.words], {**environment, **variables}

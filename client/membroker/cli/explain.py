@@ -122,7 +122,7 @@ def _story(
     advised: set[str] = set()
     for _, alike in itertools.groupby(decisions, _kind):
         newest, *older = alike
-        yield from _told(newest)
+        yield from _sentences(newest)
         if older:
             counted = "; `membroker models` counts all" if newest.kind == "refused" else ""
             yield f"    and {len(older)} more like it since {_at(older[-1])}, among the last decisions{counted}"
@@ -169,7 +169,7 @@ def _at(decision: Decision) -> str:
     return f"{decision.time:%Y-%m-%d %H:%M:%S}Z"
 
 
-def _told(decision: Decision) -> Iterator[str]:
+def _sentences(decision: Decision) -> Iterator[str]:
     """Yield the sentences about one decision."""
     size, at = format_exact(decision.size_bytes), _at(decision)
     where = "" if decision.location == "device" else f" of {decision.location} memory"
@@ -195,9 +195,9 @@ def _told(decision: Decision) -> Iterator[str]:
 def _cause(decision: Decision) -> str:
     if not decision.wanted_by:
         return "The model, or its tenant, had more than its limit, because a limit was lowered."
-    whose = "a model of another tenant" if "/-/" in decision.wanted_by else tables.short_name(decision.wanted_by)
+    wanted_by = "a model of another tenant" if "/-/" in decision.wanted_by else tables.short_name(decision.wanted_by)
     return (
-        f"A request of {whose} found no room. It is within its guarantee or share, and this model had more than its "
+        f"A request of {wanted_by} found no room. It is within its guarantee or share, and this model had more than its "
         "share."
     )
 

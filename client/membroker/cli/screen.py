@@ -174,11 +174,11 @@ class Screen:
             for line in _filled(_KEYS, "  ", width):
                 yield line, curses.A_DIM
         else:
-            told = f"by {_ORDERS[self._order][0]}{', reversed' * self._reverse}"
-            told += f", filter {self._filter!r}" if self._filter else ""
+            footer = f"by {_ORDERS[self._order][0]}{', reversed' * self._reverse}"
+            footer += f", filter {self._filter!r}" if self._filter else ""
             host = os.environ.get(names.NODE_VARIABLE) or socket.gethostname()
-            told += f"   (h help, q quit)   {host}, {time.strftime('%H:%M:%SZ', time.gmtime())}"
-            yield told, curses.A_DIM
+            footer += f"   (h help, q quit)   {host}, {time.strftime('%H:%M:%SZ', time.gmtime())}"
+            yield footer, curses.A_DIM
         heads = "".join(f"{head:>{_WIDTH}}" for head in _shown(_HEADS, width, len(snapshots) > 1))
         what = "tenant" if self._by_tenant else "model"
         yield f"{what:<{_name_width(width)}}{heads}{'  device' * (len(snapshots) > 1)}", curses.A_REVERSE
@@ -197,8 +197,8 @@ class Screen:
 
 def _device_lines(snapshot: Snapshot, width: int) -> Iterator[tuple[str, int]]:
     if snapshot.device is None:
-        told = f"{snapshot.name}: {snapshot.trouble or 'waiting for its broker'}"
-        for line in textwrap.wrap(told, max(20, width - 1), subsequent_indent="  "):
+        trouble = f"{snapshot.name}: {snapshot.trouble or 'waiting for its broker'}"
+        for line in textwrap.wrap(trouble, max(20, width - 1), subsequent_indent="  "):
             yield line, curses.A_BOLD
         return
     for books in snapshot.device.locations.values():
@@ -223,8 +223,8 @@ def _device_lines(snapshot: Snapshot, width: int) -> Iterator[tuple[str, int]]:
             yield line, curses.A_BOLD
     if snapshot.silent_seconds:
         at = time.strftime("%H:%M:%SZ", time.gmtime(snapshot.read_at))
-        told = f"{snapshot.name}: no answer for {snapshot.silent_seconds} s, these numbers are from {at}"
-        yield told, curses.A_STANDOUT
+        warning = f"{snapshot.name}: no answer for {snapshot.silent_seconds} s, these numbers are from {at}"
+        yield warning, curses.A_STANDOUT
 
 
 def cut(name: str, room: int) -> str:

@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace, *, wake: bool) -> int:
     shown = tables.short_name(name)
     took = f"after {time.monotonic() - begun:.1f} s"
     lines = [
-        f"{_whose(shown, answer, answers)}: {_result(answer.status, took, wake=wake)}"
+        f"{_subject(shown, answer, answers)}: {_result(answer.status, took, wake=wake)}"
         for answer in answers
         if _can(answer)
     ]
@@ -137,7 +137,7 @@ class _Waiting:
         self._begun = time.monotonic()
         self._heard: dict[str, float] = {}
         self._tells = not options.json and sys.stderr.isatty()
-        self._told = ""
+        self._last_progress = ""
 
     def wait(self) -> list[SessionSleep]:
         """Return the last answers. Raises a `MembrokerError` that says why it is not done."""
@@ -191,9 +191,9 @@ class _Waiting:
     def _tell(self, able: Sequence[SessionSleep]) -> None:
         """Show how far it is, on a terminal."""
         text = "; ".join(_progress(answer) for answer in able)
-        if self._tells and text and text != self._told:
+        if self._tells and text and text != self._last_progress:
             print(f"{self._shown}: {text}", file=sys.stderr)
-            self._told = text
+            self._last_progress = text
 
     def _why_not(self, answers: Sequence[SessionSleep] | None) -> str:
         late = f"after {self._timeout:g} s"
@@ -234,7 +234,7 @@ def _progress(answer: SessionSleep) -> str:
     return ", ".join([*words, *filter(None, [tables.printable(answer.status.detail)])])
 
 
-def _whose(shown: str, answer: SessionSleep, answers: Sequence[SessionSleep]) -> str:
+def _subject(shown: str, answer: SessionSleep, answers: Sequence[SessionSleep]) -> str:
     return f"{shown} (process {answer.pid})" if sum(map(_can, answers)) > 1 else shown
 
 

@@ -198,8 +198,8 @@ def _delete(options: argparse.Namespace) -> int:
         tenant = admin.delete_tenant(options.name)
         held = holders.of_tenant(admin, options.name)
         if not options.json:
-            told = f"{tables.short_name(options.name)} takes no new sessions and borrows nothing more"
-            tables.answer(False, None, told, *holders.still(held))
+            sentence = f"{tables.short_name(options.name)} takes no new sessions and borrows nothing more"
+            tables.answer(False, None, sentence, *holders.still(held))
         if held and options.timeout != 0:
             say = holders.sayer(options.json)
             held = holders.wait(lambda: holders.of_tenant(admin, options.name), held, options.timeout, say)

@@ -45,6 +45,8 @@ TOUCH_SECONDS = 5.0
 """How often a guest that is used says so."""
 SAY_SECONDS = 5.0
 """How often the broker is told how the guest is, if nothing changes: a new daemon does not know it."""
+TELL_SECONDS = 60.0
+"""How often the user is told the same with other numbers."""
 LESS_SECONDS = 10.0
 """How long a program must use less before less is declared."""
 FIRM_SECONDS = 60.0
@@ -59,6 +61,9 @@ WAIT_SECONDS = 86_400.0
 """How long one request waits in the broker's queue when the guest wakes."""
 MOST_ROUNDS = 10
 """How often processes are looked for that have begun to use the device while the others were suspended."""
+
+
+_WITHOUT_DIGITS = dict.fromkeys(map(ord, "0123456789."))
 
 
 class UsingProcess(NamedTuple):
@@ -124,7 +129,8 @@ class Guest:
         self._wake_took: float | None = None
         self._cause: SleepCause = ""
         self._why = ""
-        self._told = ""
+        self._last_text = self._last_kind = ""
+        self._last_told_at = 0.0
         self._said: SleepStatus | None = None
         self._said_at = self._sessions_at = 0.0
         self._thread: threading.Thread | None = None
@@ -231,7 +237,7 @@ class Guest:
         if state == "awake":
             busy = self._connections and self._asked_to_sleep_until > time.monotonic()
             plural = "s" if self._connections > 1 else ""
-            detail = f"it has {self._connections} connection{plural}" if busy else self._told
+            detail = f"it has {self._connections} connection{plural}" if busy else self._last_text
             idle = self._idle()
             idle_ms = None if idle is None else int(idle * 1000)
             return SleepStatus("busy" if busy else state, detail=detail, idle_ms=idle_ms)
@@ -302,9 +308,10 @@ class Guest:
             self._model.declare(self._image(), "host")
 
     def _tell(self, text: str) -> None:
-        """Tell the user, once."""
-        if text != self._told:
-            self._told = text
+        """Tell the user, once. With other numbers it is told again after a while."""
+        kind, now = text.translate(_WITHOUT_DIGITS), time.monotonic()
+        if kind != self._last_kind or (text != self._last_text and now - self._last_told_at >= TELL_SECONDS):
+            self._last_kind, self._last_told_at = kind, now
             self._say(text)
 
     def look(self) -> None:
@@ -456,7 +463,7 @@ class Guest:
             self._is_falling = False
             if self._phase == "awake":
                 self._phase = "asleep"
-        self._told = ""
+        self._last_text = self._last_kind = ""
         self._say(f"it sleeps, because {why}: {format_size(self._image())} after {self._sleep_took:.1f} s")
 
     def _suspend_all(self, using: list[UsingProcess]) -> str:
@@ -595,7 +602,7 @@ class Guest:
             self._suspended, self._beside, self._wakes = {}, 0, False
             self._wake_took = time.monotonic() - begun
             self._idle_since = time.monotonic()
-            self._told = ""
+            self._last_text = self._last_kind = ""
         if self._settings.charges_host:
             self._model.declare(0, "host")
         self._say(f"it is awake again after {self._wake_took:.1f} s")

@@ -39,7 +39,7 @@ class GroupBorrower:
         self._state = state
         self._granted = granted
         self._closed = False
-        self._told: type[Exception] | None = None
+        self._logged: type[Exception] | None = None
         """The kind of failure that was said last: one that comes again each second is said once."""
         self._wanted, self._room = threading.Event(), threading.Event()
 
@@ -100,14 +100,14 @@ class GroupBorrower:
             if self._closed:  # `ElasticCache.close` may have ended before this answer
                 self._pages.free_ranges(ranges)
                 raise ClosedError("this cache is closed")
-            self._told = None
+            self._logged = None
         except (OutOfMemory, ClosedError, SessionLost) as error:
             refusal = error.with_traceback(None)
         except Exception as error:
-            if type(error) is not self._told:
+            if type(error) is not self._logged:
                 is_bug = not isinstance(error, MembrokerError)
                 logger.warning("the cache cannot borrow memory at the moment: %s", error, exc_info=is_bug)
-            self._told = type(error)
+            self._logged = type(error)
             refusal = error.with_traceback(None)
         self._state.answered(group, is_granted=refusal is None)
         if refusal is None:

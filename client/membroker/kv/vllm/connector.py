@@ -283,9 +283,9 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             logger.debug(
                 "membroker: preempted requests: %d blocks go to host memory, %d return", len(saves), len(loads)
             )
-        told = StepMetadata(steps.number, steps.fenced, saves, loads)
+        step = StepMetadata(steps.number, steps.fenced, saves, loads)
         steps.end()
-        return told
+        return step
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take a turn for a recall when a step has ended: so the next step preempts, and not the one after it."""

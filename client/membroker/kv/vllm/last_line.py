@@ -39,9 +39,9 @@ def begin() -> None:
     """Listen to what this process of vLLM logs. The first one is the user's."""
     with suppress(OSError):
         if multiprocessing.parent_process() is None or not _file():
-            told = os.memfd_create(_NAME)
-            os.environ[VARIABLE] = f"/proc/{os.getpid()}/fd/{told}"
-            atexit.register(_say, told, os.getpid())
+            memory = os.memfd_create(_NAME)
+            os.environ[VARIABLE] = f"/proc/{os.getpid()}/fd/{memory}"
+            atexit.register(_say, memory, os.getpid())
         logging.getLogger("vllm").addHandler(_Reasons())
 
 
@@ -60,7 +60,7 @@ def _file() -> str:
         return ""
 
 
-def _say(told: int, pid: int) -> None:
+def _say(memory: int, pid: int) -> None:
     if os.getpid() == pid:  # and not a fork of it
         with suppress(OSError):
-            sys.stderr.write(os.pread(told, _MOST_BYTES, 0).decode(errors="replace"))
+            sys.stderr.write(os.pread(memory, _MOST_BYTES, 0).decode(errors="replace"))
