@@ -238,7 +238,8 @@ class Admin(Closing):
         return [
             messages.value(
                 SessionSleep,
-                session, status=messages.value(SleepStatus, session.status) if session.HasField("status") else None
+                session,
+                status=messages.value(SleepStatus, session.status) if session.HasField("status") else None,
             )
             for session in self._call("SleepModel", request).sessions
         ]

@@ -147,13 +147,15 @@ class Model:
             self, capacity, page_size=page_size, location=location, spare_pages=spare_pages, ahead=ahead
         )
 
-    def allocate(self, size: Size, location: Location | str = Location.DEVICE, *, timeout: float | None = None) -> Buffer:
+    def allocate(
+        self, size: Size, location: Location | str = Location.DEVICE, *, timeout: float | None = None
+    ) -> Buffer:
         """Borrow one contiguous extent of at least `size` bytes, map it, and return it as a buffer.
 
-        `timeout` is how many seconds the call may wait until the broker has enough free memory, from 0 (not at all) to 24
-        hours. The time also runs while the broker is away. By default a request within the model's guarantee waits as
-        long as the broker's configuration allows, and any other request does not wait. A request that exceeds the limit
-        of the model or the tenant is refused at once.
+        `timeout` is how many seconds the call may wait until the broker has enough free memory, from 0 (not at all) to
+        24 hours. The time also runs while the broker is away. By default a request within the model's guarantee waits
+        as long as the broker's configuration allows, and any other request does not wait. A request that exceeds the
+        limit of the model or the tenant is refused at once.
 
         Raises `OutOfMemory` with the numbers and the level that refused, `InvalidRequest`, `DeviceFailure`, `TooMany`
         when too many requests wait already, `DescriptorLimit`, `BrokerUnavailable`, also while an operator drains the

@@ -337,7 +337,9 @@ class Recallable:
 
     def in_pieces(self, name: ModelName, location: Location, now: int) -> int:
         """Return the bytes that the sessions of a model can be asked for now in pieces: without its guests."""
-        found = [self.more_of(borrower, now) for borrower in self.borrowers(name, location) if borrower not in self.guests]
+        found = [
+            self.more_of(borrower, now) for borrower in self.borrowers(name, location) if borrower not in self.guests
+        ]
         return sum(found)
 
     def is_able(self, name: ModelName, location: Location, now: int) -> bool:

@@ -262,7 +262,9 @@ class Tenants:
 
     def _emptied(self) -> list[str]:
         created = self.config.created
-        return [name for name, tenant in created.items() if tenant.deleting and not self.holdings(name)["charged_bytes"]]
+        return [
+            name for name, tenant in created.items() if tenant.deleting and not self.holdings(name)["charged_bytes"]
+        ]
 
     async def _empty(self, name: str) -> None:
         """Have a tenant borrow nothing, and release what it has."""

@@ -54,7 +54,8 @@ def of_tenant(admin: Admin, name: str) -> Held:
 
 def _holding(sessions: Sequence[SessionStatus]) -> list[SessionStatus]:
     return [
-        session for session in sessions if session.segments or any(books.used_bytes for books in session.books.values())]
+        session for session in sessions if session.segments or any(books.used_bytes for books in session.books.values())
+    ]
 
 
 def still(held: Held) -> Iterator[str | tables.TextTable]:

@@ -594,7 +594,9 @@ class Guest:
         for call in (self._put_back, self._suspender.unlock):
             for process in self._suspended.values():
                 if error := self._failure(process, call):
-                    self._end(f"process {process.pid} cannot be put back on the device, and can only be killed: {error}")
+                    self._end(
+                        f"process {process.pid} cannot be put back on the device, and can only be killed: {error}"
+                    )
                     self._closed = True
                     return
         with self._changed:

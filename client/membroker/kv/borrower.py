@@ -27,13 +27,7 @@ FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0
 class GroupBorrower:
     """Borrows groups of `layout` in `pages`, as `state` wants them. `granted` is called after each grant."""
 
-    def __init__(
-        self,
-        pages: Pages,
-        layout: Layout,
-        state: CacheState,
-        granted: Callable[[], object],
-    ) -> None:
+    def __init__(self, pages: Pages, layout: Layout, state: CacheState, granted: Callable[[], object]) -> None:
         self._pages = pages
         self._layout = layout
         self._state = state

@@ -47,8 +47,8 @@ class ElasticCache(Closing):
     is kept mapped beyond what the engine needs, while no other model waits for memory. `keep` is the most that cached
     prefixes may occupy in pages that no request uses. `ceiling` is the most that is borrowed; with None only the
     model's limit applies. The blocks in `always`, such as a null block or blocks for padding, have memory from the
-    start, and the engine has them from the start. `timeout` is how long the constructor may wait for their memory, as in
-    `VirtualMemoryPool.allocate`.
+    start, and the engine has them from the start. `timeout` is how long the constructor may wait for their memory, as
+    in `VirtualMemoryPool.allocate`.
 
     While it is open, the cache answers the recalls of the pool's model, and replaces any callback that was set before.
     A program that has more to release can set its own callback later, and pass recalls on to `answer`. Give each cache
@@ -253,8 +253,8 @@ class ElasticCache(Closing):
     def resume(self, timeout: float | None = None) -> None:
         """Borrow again what `release_always` released, and let the engine have blocks again.
 
-        `timeout` is that of `VirtualMemoryPool.allocate`. Raises what `VirtualMemoryPool.allocate` raises; the cache then
-        stays suspended.
+        `timeout` is that of `VirtualMemoryPool.allocate`. Raises what `VirtualMemoryPool.allocate` raises; the cache
+        then stays suspended.
         """
         self._check_open()
         if self._first_gone:

@@ -54,11 +54,15 @@ def differences(used: Iterable[Member]) -> Iterator[str]:
         else:
             given = [
                 parameter
-                for parameter in inspect.signature(found).parameters.values() if parameter.name not in ("self", "cls")]
+                for parameter in inspect.signature(found).parameters.values()
+                if parameter.name not in ("self", "cls")
+            ]
             names = tuple(parameter.name for parameter in given)
             needed = [
                 parameter
-                for parameter in given[len(expected) :] if parameter.default is parameter.empty and parameter.kind in _NEEDED]
+                for parameter in given[len(expected) :]
+                if parameter.default is parameter.empty and parameter.kind in _NEEDED
+            ]
             if names[: len(expected)] != expected or needed:
                 yield f"{place}.{name} takes ({', '.join(names)}), not ({', '.join(expected)})"
 

@@ -105,8 +105,8 @@ class GrowableBuffer(ByteAccess):
     def resize(self, size: Size, *, timeout: float | None = None) -> None:
         """Grow or shrink the buffer at its end to `size` bytes. All or nothing.
 
-        `timeout` is how many seconds growing may wait for memory, as in `Model.allocate`. Another call that resizes waits
-        for this one meanwhile.
+        `timeout` is how many seconds growing may wait for memory, as in `Model.allocate`. Another call that resizes
+        waits for this one meanwhile.
 
         Growing raises `OutOfVirtualMemory` beyond the capacity, `OutOfMemory` with the level that refused, `TooMany`,
         `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable`. Shrinking first waits for all work that this process

@@ -142,10 +142,10 @@ class SparseArray(AtAddress):
     def write(self, row: int, data: Any, *, timeout: float | None = None) -> None:
         """Copy whole rows, from any object with contiguous bytes, to `row` and the following rows.
 
-        All absent tiles get memory in one request, or none does. `timeout` is how many seconds the call may wait for that
-        memory, as in `Model.allocate`. Raises `InvalidOffset` for rows outside of the array,
-        `InvalidRequest` for a part of a row, `OutOfMemory`, `DescriptorLimit`, `BrokerUnavailable`, `ClosedError`; the
-        array is unchanged then. Raises `DeviceFailure`, after which some of the rows may have been written.
+        All absent tiles get memory in one request, or none does. `timeout` is how many seconds the call may wait for
+        that memory, as in `Model.allocate`. Raises `InvalidOffset` for rows outside of the array, `InvalidRequest` for
+        a part of a row, `OutOfMemory`, `DescriptorLimit`, `BrokerUnavailable`, `ClosedError`; the array is unchanged
+        then. Raises `DeviceFailure`, after which some of the rows may have been written.
         """
         source, until = contiguous_bytes("what rows are written from", data), deadline_of(timeout)
         rows, rest = divmod(len(source), self._row_size)

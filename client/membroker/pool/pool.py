@@ -198,8 +198,8 @@ class VirtualMemoryPool(Resource):
     ) -> None:
         """Back every page that any of the ranges touches, in one request: all of them, or none.
 
-        A range is an offset and a size, as for `allocate`, and no two ranges may touch the same page. `timeout` is that of
-        `allocate`. With `ahead`, the memory is requested ahead of need: the broker lends it only if nobody waits for
+        A range is an offset and a size, as for `allocate`, and no two ranges may touch the same page. `timeout` is that
+        of `allocate`. With `ahead`, the memory is requested ahead of need: the broker lends it only if nobody waits for
         memory, and the call does not wait. `wanted_bytes` is for a program that will allocate more soon: the total that
         it wants, including this call. While the call waits, the broker recalls that total from others at once. Raises
         what `allocate` raises, and `InvalidRequest` for ranges that share a page.
@@ -460,14 +460,16 @@ class VirtualMemoryPool(Resource):
             lambda: self._backing.restore(pages, progress, until, keep_pinned=keep_pinned), self._holding.interrupted
         )
 
-    def restore_from(self, segment: PageStore, *, progress: Progress | None = None, timeout: float | None = None) -> int:
+    def restore_from(
+        self, segment: PageStore, *, progress: Progress | None = None, timeout: float | None = None
+    ) -> int:
         """Restore pages that another pool, possibly of another process, has offloaded to `segment`.
 
         The pages keep their offsets, and nothing may be allocated there. The page size must divide their offsets and
         sizes. Afterwards the pages are as if this pool had offloaded and restored them, also after an error half way.
-        `timeout` is that of `restore`. Returns the number of bytes copied. Raises `InvalidRequest` if `segment` is not a
-        sealed segment of offloaded pages, or its pages do not fit this pool, `InvalidTensorIndex`, `AlreadyMapped`, and
-        what `restore` raises.
+        `timeout` is that of `restore`. Returns the number of bytes copied. Raises `InvalidRequest` if `segment` is not
+        a sealed segment of offloaded pages, or its pages do not fit this pool, `InvalidTensorIndex`, `AlreadyMapped`,
+        and what `restore` raises.
         """
         until = deadline_of(timeout)
         self._holding.check_open()

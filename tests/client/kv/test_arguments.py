@@ -14,7 +14,7 @@ from membroker.kv.sglang import arguments as sglang
 from membroker.kv.sglang.settings import VARIABLE, SglangSettings, settings_of
 from membroker.kv.vllm import arguments as vllm
 
-OURS = ("--kv-transfer-config", "--worker-cls", "--kv-cache-memory-bytes", "--gpu-memory-utilization")
+OURS = ["--kv-transfer-config", "--worker-cls", "--kv-cache-memory-bytes", "--gpu-memory-utilization"]
 OTHER = '{"kv_connector":"LMCacheConnector","kv_role":"kv_both"}'
 
 

@@ -54,9 +54,7 @@ def pool_of(lender: Lender, spare_pages: int = 0) -> VirtualMemoryPool:
 
 
 def calls_of_a_pool(pool: VirtualMemoryPool) -> tuple[Call, ...]:
-    within: list[Call] = [
-        partial(call, 0, PAGE) for call in (pool.allocate, pool.free, pool.view, pool.is_mapped)
-    ]
+    within: list[Call] = [partial(call, 0, PAGE) for call in (pool.allocate, pool.free, pool.view, pool.is_mapped)]
     sized = [partial(call, PAGE) for call in (pool.grow, pool.shrink, pool.prepare, pool.allocate_anywhere)]
     others = (pool.trim, pool.stats, pool.mappings, pool.compact, partial(pool.compact, dry_run=True))
     return (

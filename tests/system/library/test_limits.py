@@ -18,9 +18,7 @@ def test_a_program_runs_again_with_another_limit(daemon: Daemon, killed: bool) -
     """It ended, cleanly or not, and holds nothing: the next run is not refused for a minute."""
     with worker() as one:
         one.connect(daemon)
-        one.do(
-            "model = client.model('m', limit='4MiB', virtual_capacity='1GiB'); held = model.allocate('4MiB')"
-        )
+        one.do("model = client.model('m', limit='4MiB', virtual_capacity='1GiB'); held = model.allocate('4MiB')")
         if killed:
             one.kill()
             until(lambda: all(session.state == rpb.Session.RELEASING for session in daemon.sessions()))

@@ -181,9 +181,7 @@ def test_a_recall_goes_on_after_the_daemons_death(daemon: Daemon, pair: tuple[Wo
 def test_a_model_with_a_name_as_on_hugging_face_is_asked(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
     """Its name has a slash. The session answers for this model, and for no other of a part of its name."""
     red, blue = pair
-    blue.do(
-        "model = client.model('Qwen/Qwen3-8B', virtual_capacity='1GiB'); pool = model.pool(page_size=PAGE)"
-    )
+    blue.do("model = client.model('Qwen/Qwen3-8B', virtual_capacity='1GiB'); pool = model.pool(page_size=PAGE)")
     filled(blue)
     red.do("held = model.allocate(64 * MIB)")
     assert blue.ask("answered.wait(120)")

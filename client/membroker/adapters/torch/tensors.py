@@ -84,8 +84,8 @@ def empty(
     """Borrow memory for a tensor, and return it. The memory is released when the last reference to it is gone.
 
     Of a pool it takes whole pages, which may have old bytes, and of a `Model` or a `LocalSource` an extent of its own.
-    `dtype` is as in `tensor`, by default torch's. `timeout` is that of `Model.allocate`. The end waits for the work on the
-    device, as `close` does. Raises `InvalidRequest` for an invalid shape or dtype, and what `Model.allocate` or
+    `dtype` is as in `tensor`, by default torch's. `timeout` is that of `Model.allocate`. The end waits for the work on
+    the device, as `close` does. Raises `InvalidRequest` for an invalid shape or dtype, and what `Model.allocate` or
     `VirtualMemoryPool.allocate_anywhere` raises.
     """
     dtype = torch.get_default_dtype() if dtype is None else _torch_dtype(dtype)
