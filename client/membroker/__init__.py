@@ -1,4 +1,4 @@
-"""membroker: borrow GPU memory from a broker.
+"""Borrow GPU memory from a broker.
 
     import membroker
 
@@ -9,12 +9,12 @@
 
 A size is an int or text, and a call that does not fit raises an error that has the numbers. `help(membroker.Client)`,
 `help(membroker.Model)` and `help(membroker.VirtualMemoryPool)` say what each call does. Beside the names listed here
-there are `membroker.adapters` (torch, JAX, CuPy, Numba, RMM), `aio` (coroutines), `checkpoint` and `segment` (weights
-that processes share), `recording` (a timeline of the memory), `errors`, `types`, `testing` and `vmm`.
-
-Owns the list of public names, and the module from which each is imported at its first use (PEP 562). It must never
-import grpc, protobuf, torch or cuda, so that a program that only imports membroker does not load them.
+there are `membroker.adapters` (torch, JAX, CuPy, Numba, RMM), `aio` (coroutines), `checkpoint` (weights that
+processes share), `errors`, `types`, `testing` and `vmm`.
 """
+
+# This module owns the list of public names, and the module from which each is imported at its first use (PEP 562). It
+# must never import grpc, protobuf, torch or cuda, so that a program that only imports membroker does not load them.
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .memory.sparse import SparseArray
     from .model import Model, Recall
     from .pool.pool import VirtualMemoryPool
+    from .recording import record
     from .segment import Segment
     from .session.recalls import DEFERRED
     from .shared_pool import SharedMemoryPool
@@ -68,7 +69,6 @@ __all__ = [
     "NotMapped",
     "Offloaded",
     "OutOfMemory",
-    "OutOfPhysicalMemory",
     "OutOfVirtualMemory",
     "ProtocolError",
     "Recall",
@@ -89,6 +89,7 @@ __all__ = [
     "WriterDied",
     "__version__",
     "connect",
+    "record",
 ]
 
 _ELSEWHERE = {
@@ -111,6 +112,7 @@ _ELSEWHERE = {
     "Undrained": "types",
     "VirtualMemoryPool": "pool",
     "connect": "client",
+    "record": "recording",
 }
 """The module of each public name that is not an error."""
 

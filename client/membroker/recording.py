@@ -1,8 +1,8 @@
 """`record`: a timeline of the memory that this process maps: how much, when, and which lines of the program asked.
 
-    from membroker.recording import record
+    import membroker
 
-    with record("timeline.html"):
+    with membroker.record("timeline.html"):
         ...
 
 Owns the recording that is on, if one is, and the page that it writes. Memory that is mapped or unmapped tells it
@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Final, NamedTuple
 
 from .errors import InvalidRequest
+from .interrupts import here
 from .vmm.sizes import format_size
 
 MOST_EVENTS: Final = 20_000
@@ -124,6 +125,7 @@ def _stack(frame: FrameType | None) -> tuple[str, ...]:
     """Return the call of the library, and the program's lines above it, as text: a frame would keep its variables."""
     call = ""
     found: list[str] = []
+    waiting = here.task.caller if here.task is not None else None
     while frame is not None and len(found) < MOST_FRAMES:
         code, module = frame.f_code, str(frame.f_globals.get("__name__")).partition(".")[0]
         if module not in _OURS:
@@ -131,6 +133,8 @@ def _stack(frame: FrameType | None) -> tuple[str, ...]:
         elif not found and module == __name__.partition(".")[0] and "<locals>" not in code.co_qualname:
             call = code.co_qualname
         frame = frame.f_back
+        if frame is None:  # this thread works for the main thread, which waits
+            frame, waiting = waiting, None
     return (call, *found)
 
 

@@ -116,7 +116,7 @@ class SharedMemoryPool(Closing):
 
         They begin at a page, in the lowest free run of pages that holds them. `timeout` is that of
         `VirtualMemoryPool.allocate`: nothing waits for room within `physical_limit`. Raises `ModelNotFound`,
-        `OutOfPhysicalMemory` with the requested and the available bytes, `OutOfVirtualMemory` if the model has no free
+        `OutOfMemory` with the requested and the available bytes, `OutOfVirtualMemory` if the model has no free
         run of addresses that is long enough, and otherwise what `VirtualMemoryPool.allocate` raises; nothing has
         changed then.
         """

@@ -16,7 +16,9 @@ import membroker
 from membroker import ext
 
 ROOT = Path(membroker.__file__).parent
-EXTENSIONS = [path for name in ("kv", "cli", "adapters", "managed") for path in sorted(ROOT.glob(f"{name}/**/*.py"))]
+EXTENSIONS = [
+    path for name in ("kv", "cli", "dra", "adapters", "managed") for path in sorted(ROOT.glob(f"{name}/**/*.py"))
+]
 EXTENSIONS += [ROOT / "shared_pool.py"]
 HEAVY = ("grpc", "google", "torch", "cuda", "numpy", "cupy", "rich")
 

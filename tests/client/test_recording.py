@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.fake_lender import PAGE, Lender
 
 import membroker
-from membroker import recording
+from membroker import record, recording
 from membroker.errors import InvalidRequest, OutOfMemory
 from membroker.memory import lifetime
 from membroker.memory.buffer import Buffer
+from membroker.memory.region import Region
 from membroker.pool.pool import VirtualMemoryPool
-from membroker.recording import State, record
+from membroker.recording import State
 
 
 @pytest.fixture
@@ -59,6 +60,36 @@ def test_what_failed_half_way_counts_nothing(lender: Lender) -> None:
         pool.allocate(0, 4 * PAGE)
     assert one.events()[-1].total == 0
     assert one.peak_bytes == 3 * PAGE
+
+
+def test_work_in_another_thread_has_the_lines_that_wait_for_it(pool: VirtualMemoryPool) -> None:
+    """As a segment's, and a pool's that is moved to the host: the main thread waits meanwhile."""
+    pool.allocate(0, PAGE)
+    with record() as one:
+        pool.offload()
+    assert [(event.what, event.size, event.stack[0]) for event in one.events()] == [
+        ("pool", -PAGE, "VirtualMemoryPool.offload")
+    ]
+    assert __file__ in one.events()[0].stack[1]
+
+
+def test_a_release_that_runs_again_counts_each_extent_once(
+    pool: VirtualMemoryPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt comes when one of two extents is forgotten."""
+    pool.allocate(0, 2 * PAGE)
+    forget = Region.forget
+
+    def interrupted(self: Region, offsets: Iterable[int]) -> None:
+        monkeypatch.undo()
+        forget(self, [next(iter(offsets))])
+        raise KeyboardInterrupt
+
+    with record() as one:
+        monkeypatch.setattr(Region, "forget", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.free(0, 2 * PAGE)
+    assert [event.size for event in one.events()] == [-PAGE, -PAGE]
 
 
 def test_it_forgets_the_oldest(pool: VirtualMemoryPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -251,10 +251,15 @@ class MappedMemory:
     def release(self, offsets: Sequence[int]) -> None:
         """Release the extents at these offsets, which are unmapped, and forget them. Safe to run again."""
         self.source.give_back([self.region.extents[offset][0] for offset in offsets])
-        if (recording := State.recording) is not None:
-            recording.changed(self.what, -sum(self.region.extents[offset][1] for offset in offsets))
-        # Forget from the end: after an interrupt the rest starts at the run's offset, so a second run finds it.
-        self.region.forget(reversed(offsets))
+        recording = State.recording
+        sizes = {} if recording is None else {offset: self.region.extents[offset][1] for offset in offsets}
+        try:
+            # Forget from the end: after an interrupt the rest starts at the run's offset, so a second run finds it.
+            self.region.forget(reversed(offsets))
+        finally:
+            if recording is not None:  # each extent counts once, in the run that forgets it
+                left = self.region.extents
+                recording.changed(self.what, -sum(size for offset, size in sizes.items() if offset not in left))
 
     def _move(self, cause: str) -> None:
         self.state = LIFECYCLE[self.state][cause]

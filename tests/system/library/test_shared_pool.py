@@ -33,7 +33,6 @@ from membroker.errors import (
     ModelNotFound,
     NotMapped,
     OutOfMemory,
-    OutOfPhysicalMemory,
     OutOfVirtualMemory,
 )
 from membroker.types import GlobalMemoryStats
@@ -158,7 +157,7 @@ class TestSeed:
                     size = choose.choice((64, 128, 256)) * per_token
                     try:
                         requests[name].append((engine.allocate_for_model(name, size), size))
-                    except OutOfPhysicalMemory:
+                    except OutOfMemory:
                         refused += 1
                 for each, held in requests.items():
                     assert engine.get_model_stats(each).physical_usage_bytes == sum(size for _, size in held)
@@ -193,7 +192,7 @@ class TestSeed:
     def test_out_of_physical_memory(self, shared: SharedMemoryPool, where: Lending) -> None:
         """The limit holds for all models together, and the error has the seed's numbers; nothing has changed."""
         shared.allocate_for_model("llama-7b", 10 * PAGE)
-        with pytest.raises(OutOfPhysicalMemory) as refused:
+        with pytest.raises(OutOfMemory) as refused:
             shared.allocate_for_model("gpt2", 7 * PAGE)
         assert (refused.value.requested_bytes, refused.value.available_bytes) == (7 * PAGE, 6 * PAGE)
         assert isinstance(refused.value, OutOfMemory)
@@ -416,7 +415,7 @@ def test_models_of_many_threads(where: Lending) -> None:
             for _ in range(20):
                 try:
                     address = shared.allocate_for_model(name, choose.randint(1, 3) * PAGE)
-                except OutOfPhysicalMemory:
+                except OutOfMemory:
                     continue
                 where.driver.write(address, b"%08d" % number)
                 assert shared.global_stats().physical_usage_bytes <= 12 * PAGE
