@@ -101,8 +101,8 @@ class TestBytes:
     def test_a_range_of_a_pool(self, model: Model, torch: Any) -> None:
         """A cache in a pool: only what is backed can be exported, and what is exported cannot be freed."""
         with model.pool(page_size=PAGE) as pool:
-            pool.allocate(PAGE, 2 * PAGE)
-            tensor = torch.from_dlpack(export(pool, "BF16", (PAGE,), offset=PAGE))
+            memory = pool.allocate(PAGE, 2 * PAGE)
+            tensor = torch.from_dlpack(export(pool, (PAGE,), "BF16", offset=PAGE))
             tensor.fill_(1)
             assert bytes(pool.view(3 * PAGE - 2, 2)) == b"\x80\x3f"
             with pytest.raises(NotMapped):
@@ -110,6 +110,9 @@ class TestBytes:
             with pytest.raises(BufferError):
                 pool.free(2 * PAGE, PAGE)
             del tensor
+            every = torch.from_dlpack(memory)  # the range itself, as a buffer
+            assert (every.shape, every.dtype, every[-1].item()) == ((2 * PAGE,), torch.uint8, 0x3F)
+            del every
             pool.free(PAGE, 2 * PAGE)
 
 

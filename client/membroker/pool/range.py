@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from ..arguments import check_framework, check_range, shape_of
-from ..dlpack import size_of
+from ..dlpack import export, size_of
 from ..dtypes import word_of
 from ..safetensors import TensorInfo, numpy_array
 from ..tracebacks import ends_at_the_caller
@@ -78,6 +78,14 @@ class PoolRange(int):
     def span(self, offset: int, size: int) -> Span:
         """Keep `size` bytes from byte `offset` of this range on, as `VirtualMemoryPool.span` does: for the adapters."""
         return self._of[0].span(*self._part(offset, size))
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return DLPack's type of the device, and its number."""
+        return export(self, (self.nbytes,), "U8").__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Return the bytes as a tensor of uint8 for one consumer, such as `torch.from_dlpack`. See `dlpack.export`."""
+        return export(self, (self.nbytes,), "U8").__dlpack__(**options)
 
     def free(self, *, after: Waitable | None = None) -> None:
         """Release the allocation, as `VirtualMemoryPool.free` does. Raises what that raises, and `NotMapped` twice."""
