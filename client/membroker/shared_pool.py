@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import LocalSource, VirtualMemoryPool
 from .errors import BrokerUnavailable, ClosedError, InvalidRequest, ModelAlreadyExists, ModelInUse, ModelNotFound
@@ -244,9 +244,7 @@ class _Counted:
         location: Location,
         placement: Placement,
         until: float | None,
-        *,
-        ahead: bool = False,
-        wanted_bytes: int = 0,
+        **hints: Any,
     ) -> None:
         """Debit the budgets, then borrow. Only the lender lets it wait: the budgets refuse at once."""
         key = Budget.key()
@@ -254,8 +252,7 @@ class _Counted:
             for budget in self._budgets:
                 budget.debit(extent_bytes * count, key)
             counted = _CountedPlacement(placement, key, self._budgets)
-            borrow = self._source.borrow
-            borrow(extent_bytes, count, location, counted, until, ahead=ahead, wanted_bytes=wanted_bytes)
+            self._source.borrow(extent_bytes, count, location, counted, until, **hints)
         finally:
             for budget in self._budgets:
                 budget.credit([key])

@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from ..arguments import bytes_of
 from ..closing import Closing
@@ -181,9 +182,7 @@ class LocalSource(MemoryOwner["_LocalLink"], Closing):
         location: Location,
         placement: Placement,
         until: float | None = None,
-        *,
-        ahead: bool = False,
-        wanted_bytes: int = 0,
+        **hints: Any,
     ) -> None:
         """Create `count` extents of `extent_bytes` each, and place them in packets. All or nothing. It never waits.
 
