@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from tests.support import daemons
 from tests.support.all_gpus import running_all
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, find_root, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, find_root, running, until, whole_lines
 from tests.support.fake_cuda import say_faults, with_faults
 from tests.support.honest_worker import spare_descriptors
 from tests.support.sizes import MIB
@@ -70,7 +70,7 @@ class Prometheus:
 
     def _listens_at(self) -> str:
         assert self.process.poll() is None, "Prometheus has ended"
-        said = re.search(r'"Listening on" address=(\S+)', (self._directory / "log").read_text())
+        said = re.search(r'"Listening on" address=(\S+)', whole_lines(self._directory / "log"))
         return said[1] if said else ""
 
     def scrape(self, metrics_url: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.daemons import DEADLINE_SECONDS, has_traceback, to_toml, until
+from tests.support.daemons import DEADLINE_SECONDS, has_traceback, to_toml, until, whole_lines
 
 CLI = ("-m", "membrokerd.cli")
 UUIDS = ["host", "host-1"]
@@ -36,7 +36,7 @@ class Parent:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def log(self) -> str:
-        return self.log_path.read_text()
+        return whole_lines(self.log_path)
 
     def metrics_url(self) -> str:
         found = re.search(rf" ready pid={self.process.pid} metrics=(\S+)", self.log())

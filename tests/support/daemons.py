@@ -115,7 +115,8 @@ class Daemon:
         return self.root / "admin"
 
     def log(self) -> str:
-        return self.log_path.read_text()
+        """Return the whole lines of its log: it may be writing another one at this moment."""
+        return whole_lines(self.log_path)
 
     def suspects(self) -> list[int]:
         """Return the pids of the processes that the daemon has named in its log, in that order."""
@@ -237,6 +238,12 @@ def running(
                 daemon.process.kill()
             daemon.process.wait()
         shutil.rmtree(directory, ignore_errors=True)  # a keeper that ends takes its socket away
+
+
+def whole_lines(log: Path) -> str:
+    """Return what a log has, up to the end of its last whole line."""
+    written = log.read_bytes()
+    return written[: written.rfind(b"\n") + 1].decode()
 
 
 def has_traceback(log: str) -> bool:
