@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +9,7 @@ from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import PlayedBroker, PlayedService, open_sockets, playing
 from tests.support.fake_lender import PAGE, Lender
 from tests.support.garbage import collect
-from tests.support.processes import mapped_extents, open_extents
+from tests.support.processes import mapped_extents, open_extents, threads_of_library
 
 import membroker
 from membroker.pool.pool import VirtualMemoryPool
@@ -25,13 +24,13 @@ def broker() -> Iterator[PlayedBroker]:
 @pytest.fixture
 def client(broker: PlayedBroker) -> Iterator[membroker.Client]:
     """A client of the first session, closed without a goodbye by who has not. It leaves no thread and no descriptor."""
-    before = open_sockets()
+    before, threads = open_sockets(), threads_of_library()
     one = broker.connect(timeout=DEADLINE_SECONDS)
     yield one
     broker.die()
     one._session.reconnecting._outage = 0
     one.close()
-    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("membroker")])
+    until(lambda: threads_of_library() <= threads)
     until(lambda: open_sockets() < before)  # the broker's own is closed, too
     assert mapped_extents() == open_extents() == 0
 
@@ -48,12 +47,14 @@ def service(broker: PlayedBroker) -> Iterator[PlayedService]:
 @pytest.fixture
 def lender() -> Iterator[Lender]:
     """A lender that has everything back at the end, by its books and by the device."""
+    threads = threads_of_library()
     lender = Lender()
     yield lender
     collect()
     lender.settle()
     # A pool that was closed ends with the last call that uses it, which may be that of the thread that borrows ahead.
-    until(lambda: "membroker-ahead" not in {thread.name for thread in threading.enumerate()})
+    until(lambda: "membroker-ahead" not in {thread.name for thread in threads_of_library() - threads})
+    lender.settle()  # what that thread had for the last may have left work, too
     assert lender.lent == {}
     assert lender.used_bytes == 0
     assert lender.holdings == set()

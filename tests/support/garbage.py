@@ -1,9 +1,11 @@
-"""A garbage collection that has happened, whatever the process's other threads do."""
+"""A garbage collection that has happened, whatever the process's other threads do; and a part of a test without one."""
 
 from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def collect() -> None:
@@ -24,3 +26,18 @@ def _collected() -> bool:
     cycle.append(cycle)
     del cycle
     return gc.collect() > 0
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Free nothing by garbage collection: only with the last reference to it.
+
+    What counts calls needs that, too: finalizers of what an earlier test has left would be counted.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

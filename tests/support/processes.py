@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
+from tests.support.garbage import collect
 from tests.support.workers import proc_of, state_of
 
 EXTENT = "membroker-extent"
@@ -18,9 +21,24 @@ GRPC_SECONDS = 2.0
 
 
 def descriptors() -> int:
-    """Return how many descriptors this process has open, without those that gRPC is about to close."""
+    """Return how many descriptors this process has open, without those of garbage, and those that gRPC is closing.
+
+    An earlier test may have left both, and they would go in the middle of the test that counts.
+    """
+    collect()
     wait_for_grpc()
     return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def descriptors_limited(most: int) -> Iterator[None]:
+    """Let this process have descriptors below this number alone."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def wait_for_grpc() -> None:
@@ -44,6 +62,11 @@ def _has_no_thread_of_grpc() -> bool:
 def mapped_extents(pid: int | str = "self") -> int:
     """Return how many extents a process has mapped, as the kernel sees it."""
     return Path(f"/proc/{pid}/maps").read_text().count(EXTENT)
+
+
+def threads_of_library() -> set[threading.Thread]:
+    """Return its threads in this process. Also of an earlier test, whose objects may not be collected yet."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("membroker")}
 
 
 def open_extents(pid: int | str = "self") -> int:

@@ -10,6 +10,8 @@ from collections import Counter
 from types import FrameType
 from typing import Any
 
+from tests.support.garbage import without_collections
+
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import policy

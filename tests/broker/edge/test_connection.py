@@ -19,9 +19,9 @@ from typing import Any, cast
 import pytest
 from google.protobuf.message import Message
 from tests.broker.coroutines import played_by
-from tests.broker.garbage import without_collections
 from tests.support import raw
 from tests.support.daemons import DEADLINE_SECONDS, Daemon
+from tests.support.garbage import without_collections
 from tests.support.processes import descriptors
 from tests.support.raw import Session, allocation
 from tests.support.sizes import MIB

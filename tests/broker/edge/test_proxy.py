@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import pytest
 from tests.broker.coroutines import played_by
-from tests.broker.garbage import without_collections
 from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.garbage import without_collections
 from tests.support.http2 import CONTINUATION, DATA, HEADERS, PREFACE, frame
 
 from membrokerd.edge.acceptor import Refusals

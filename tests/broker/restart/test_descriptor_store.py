@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 from tests.support.keepers import content_of, memfd
+from tests.support.processes import descriptors
 
 from membroker.wire.descriptors import close_all
 from membrokerd.restart.descriptor_store import Done, Store, StoredDescriptors, sort
@@ -244,11 +245,11 @@ def test_the_store_owns_what_a_predecessor_left(mirror: Slow, mirrored: Store) -
 
 
 def test_without_a_mirror_nothing_is_copied(store: Store) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     store.keep_process(1, 0)
     store.keep_driver({"watch": 0})
     store.forget_process(1)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
     assert store.close() == []
 
 
@@ -260,10 +261,10 @@ def test_names_are_read_strictly() -> None:
     names = ["segment.1f.a", "segment.1f.b", "process.1f", "driver.watch-2", "process.1f", "segment.1f.a"]
     strange = ["segment.1F.a", "segment.0x1.a", "segment.01.a", "segment.1.", "segment.1", "process.", "process.0"]
     strange += ["process.1 ", "process.1\n", "process.\u0661", "driver.", "driver.a/b", "Driver.a", "", "stored"]
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     kept, unknown = sort((name, memfd(f"{place}".encode())) for place, name in enumerate([*names, *strange]))
     assert unknown == strange
-    assert len(os.listdir("/proc/self/fd")) == before + 4
+    assert descriptors() == before + 4
     extents = kept.segments.pop(0x1F)
     assert {extent: content_of(descriptor) for extent, descriptor in extents.items()} == {10: b"5", 11: b"1"}
     assert content_of(kept.processes[0x1F]) == b"4"

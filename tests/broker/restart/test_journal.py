@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.broker.core.test_story import books
 from tests.simulation.world import CAPACITIES, World
-from tests.support.journals import BEGAN, BINDING, SESSIONS, STEPS, ends, read, record, write
+from tests.support.journals import BEGAN, BINDING, NAME, SESSIONS, STEPS, ends, read, record, write
+from tests.support.processes import descriptors
 
 from membroker.vmm.sizes import MAX_BYTES
 from membrokerd.core import facts as ft
@@ -179,14 +180,14 @@ def test_an_abandoned_compaction_leaves_the_journal(path: Path) -> None:
     """The daemon stops during a compaction: the old file has everything, and the next compaction can start."""
     journal = Journal(path, BINDING, compact_bytes=1_000)
     journal.begin(BEGAN)
-    descriptors = len(os.listdir("/proc/self/fd"))
+    opened = descriptors()
     for _ in range(2):
         steps = journal.compact(SESSIONS)
         next(steps)
         assert journal.append(STEPS[0])
         steps.close()
         assert list(path.parent.iterdir()) == [path]
-        assert len(os.listdir("/proc/self/fd")) == descriptors
+        assert descriptors() == opened
     assert read(path) == ([*BEGAN, *STEPS[0], *STEPS[0]], [])
     journal.close()
 

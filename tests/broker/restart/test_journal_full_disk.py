@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.journals import BEGAN, BINDING, STEPS, read, steps
+from tests.support.processes import descriptors
 
 from membrokerd.restart.journal import Journal
 
@@ -264,7 +265,7 @@ asyncio.run(main())
 
 def test_nothing_stays_open(path: Path) -> None:
     """A journal has one descriptor, which programs that the daemon starts do not inherit."""
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
     journal = Journal(path, BINDING)
     assert journal.read(list) == ([], [])
     for _ in range(5):
@@ -274,4 +275,4 @@ def test_nothing_stays_open(path: Path) -> None:
     assert not os.get_inheritable(int(descriptor))
     journal.close()
     journal.close()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.processes import descriptors
 
 from membroker.wire.names import MAX_SOCKET_PATH_BYTES
 from membrokerd.system.device_directory import DeviceDirectory, DirectoryError, Ownership
@@ -116,7 +117,7 @@ def test_what_is_gone_of_the_state_is_written_again(tmp_path: Path) -> None:
     home = DeviceDirectory(tmp_path, "host")
     assert home.next_epoch() == 1
     assert home.restore(1) == []
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     (home.state / "lock").unlink()
     assert home.restore(1) == ["lock"]
     shutil.rmtree(home.state)
@@ -124,7 +125,7 @@ def test_what_is_gone_of_the_state_is_written_again(tmp_path: Path) -> None:
     assert (home.state / "lock").read_text() == f"{os.getpid()}\n"
     assert (home.state / "epoch").read_text() == "7\n"
     assert stat.S_IMODE(home.state.stat().st_mode) == 0o700
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
     (home.state / "lock").unlink()
     (home.state / "lock").mkdir()
     with pytest.raises(OSError, match="lock"):

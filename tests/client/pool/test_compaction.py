@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import threading
@@ -14,6 +13,7 @@ from itertools import pairwise
 import pytest
 from tests.support.driver_errors import named
 from tests.support.fake_lender import PAGE, Lender, put, state, text
+from tests.support.processes import descriptors
 from tests.support.seeds import chosen_seed
 from tests.support.threads import held_up
 
@@ -372,7 +372,7 @@ def test_it_copies_nothing(pool: VirtualMemoryPool) -> None:
     pool.allocate(9 * PAGE, PAGE)
     before = inodes()
     assert len(set(before)) == 3
-    descriptors = len(os.listdir("/proc/self/fd"))
+    opened = descriptors()
     pool.compact()
     assert inodes() == before
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert descriptors() == opened

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from tests.client.session.taking import Pair
 from tests.support.fake_broker import PlayedEnd
-from tests.support.garbage import collect
-from tests.support.processes import wait_for_grpc
+from tests.support.processes import descriptors
 
 from membroker.session.connection import Connection
 from membroker.session.inventory import Inventory
@@ -35,10 +34,3 @@ def pair(options: dict[str, Any]) -> Iterator[Pair]:
     connection.close()
     yours.close()
     assert descriptors() == before
-
-
-def descriptors() -> set[str]:
-    """Return this process's open descriptors, after garbage and gRPC of earlier tests have closed their own."""
-    collect()
-    wait_for_grpc()
-    return {name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}

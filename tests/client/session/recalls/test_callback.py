@@ -12,6 +12,7 @@ from tests.client.session.recalls.asking import Held, answer, answering, prepare
 from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, buffer, line, model
 from tests.support.garbage import collect
+from tests.support.processes import threads_of_library
 
 import membroker
 from membroker import Client, Model, Recall
@@ -160,6 +161,7 @@ class TestHeldUp:
 
 def test_a_client_that_is_garbage_ends_although_its_callback_refers_to_it(broker: PlayedBroker) -> None:
     """A notebook's cell is run again: the callback has the model, the model the session, and no thread has either."""
+    threads = threads_of_library()
     client: Client | None = broker.connect(timeout=DEADLINE_SECONDS)
     assert client is not None
     line(client).inventory.registered(MODEL)
@@ -183,7 +185,7 @@ def test_a_client_that_is_garbage_ends_although_its_callback_refers_to_it(broker
 
     until(is_forgotten)
     broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
-    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("membroker")])
+    until(lambda: threads_of_library() <= threads)
 
 
 def test_a_log_of_a_hanging_driver_is_no_end(

@@ -6,34 +6,24 @@ import errno
 import fcntl
 import mmap
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 from tests.support.driver_errors import named
+from tests.support.garbage import collect, without_collections
 from tests.support.host_driver import mapped, used
 from tests.support.interrupts import interrupted_at
-from tests.support.processes import EXTENT, descriptors
+from tests.support.processes import EXTENT, descriptors, descriptors_limited
 
 from membroker.vmm import AccessFlags, DriverError, DriverLimit, Location, open_driver
 from membroker.vmm import libc as _libc
 from membroker.vmm.host.driver import GRANULARITY, HostDriver
 from membroker.vmm.mappings import MARGIN, mapping_count
-
-
-@contextmanager
-def descriptors_limited(most: int) -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def two_extents(driver: HostDriver, pages: int) -> int:
@@ -44,9 +34,13 @@ def two_extents(driver: HostDriver, pages: int) -> int:
     return address
 
 
-def links() -> list[str]:
-    paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    return [os.readlink(path) for path in paths if os.path.islink(path)]
+def links() -> dict[int, str]:
+    """Return what each descriptor of this process is of, without the one of the listing itself."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found[int(number)] = os.readlink(f"/proc/self/fd/{number}")
+    return found
 
 
 def test_a_holder_cannot_change_the_size_or_the_seals(driver: HostDriver) -> None:
@@ -226,7 +220,7 @@ def test_a_table_that_cannot_be_made_leaves_no_inotify_instance(driver: HostDriv
     """One descriptor is left, and a driver needs two before its first extent."""
     before, lowest = descriptors(), os.dup(0)
     os.close(lowest)
-    with descriptors_limited(lowest + 1), pytest.raises(DriverLimit, check=named("EMFILE")):
+    with without_collections(), descriptors_limited(lowest + 1), pytest.raises(DriverLimit, check=named("EMFILE")):
         driver.survivors()
     assert descriptors() == before
 
@@ -280,8 +274,9 @@ def test_the_inotify_instance_is_made_when_it_is_needed(need: Callable[[HostDriv
     """A worker that only imports takes none of its user's 128 instances."""
 
     def instances() -> int:
-        return sum(link == "anon_inode:inotify" for link in links())
+        return sum(link == "anon_inode:inotify" for link in links().values())
 
+    collect()  # of what earlier tests have left, too
     before = instances()
     driver = HostDriver(survivors={})
     assert used(driver) == 0
@@ -322,6 +317,7 @@ def test_ctrl_c_leaves_no_handle_without_a_descriptor(driver: HostDriver, how: s
     At a few points a descriptor is open and no variable has its number yet. The test closes those: others count them.
     """
     source = driver.export(driver.create(GRANULARITY))
+    before = links()
     calls = {"create": lambda: driver.create(GRANULARITY), "import": lambda: driver.import_extent(source, GRANULARITY)}
     point, struck = 0, True
     while struck:
@@ -330,11 +326,10 @@ def test_ctrl_c_leaves_no_handle_without_a_descriptor(driver: HostDriver, how: s
         for extent in driver._handles.values():
             os.fstat(extent.descriptor)
     os.close(source)
-    known = {extent.descriptor for extent in driver._handles.values()}
-    for lost in set(map(int, os.listdir("/proc/self/fd"))) - known:
-        with suppress(FileNotFoundError):  # the listing's own
-            if EXTENT in os.readlink(f"/proc/self/fd/{lost}"):
-                os.close(lost)
+    known = before.keys() | {extent.descriptor for extent in driver._handles.values()}
+    for lost, link in links().items():
+        if EXTENT in link and lost not in known:
+            os.close(lost)
     assert point > 20
 
 
