@@ -7,6 +7,7 @@ variable of the environment names.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -106,11 +107,13 @@ def count() -> None:
             elif event == "return" and frame.f_code is noted:
                 sys.setprofile(None)
 
+        gc.disable()  # what follows a collection would be counted
         sys.setprofile(note)
         try:
             return read(self)
         finally:
             sys.setprofile(None)
+            gc.enable()
             if len(calls) > 2:  # else there was no frame
                 with open(os.environ[CALLS], "a") as file:
                     file.write(json.dumps(calls) + "\n")

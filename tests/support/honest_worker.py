@@ -1,6 +1,7 @@
 """An honest worker in bad company: what it does while others flood, stop or fall silent, and how long that takes it.
 
-`Honest` is a worker process of its own that borrows and releases in a loop and says how long each turn took;
+`Honest` is a worker process of its own that borrows and releases in a loop. How long its turns took is in the report,
+and no test bounds it. How many steps of others come before one of its own: `tests/broker/system/test_turns.py`;
 `unprivileged` starts a daemon for which the kernel's bounds hold,
 and `spare_descriptors` leaves a process so many descriptors and no more.
 """
@@ -27,8 +28,6 @@ State = Callable[[str, str], None]
 """The fixture `state`: what, and its figure."""
 NOBODY = 20_000 + os.getpid() % 40_000
 """A user that nobody else is, not even another run of these tests: what is in flight is counted for each user."""
-LOOSE_P99_SECONDS = 2.0
-"""What an attack may cost others on a busy machine: those that these tests were written for cost 10 s and more."""
 CYCLES = 200
 """Turns of the honest worker at least, alone and beside each."""
 
@@ -76,16 +75,13 @@ class Honest:
     def refused(self, code: str) -> Refused:
         return self._worker.refused(code)
 
-    def beside(self, state: State, what: str, is_over: Callable[[], bool] = lambda: True) -> float:
-        """Go on until `is_over`, for CYCLES turns at least; state how long they took, and return the p99 in seconds."""
+    def beside(self, state: State, what: str, is_over: Callable[[], bool] = lambda: True) -> None:
+        """Go on until `is_over`, for CYCLES turns at least, and state how long they took."""
         seconds = self.turns(CYCLES)
         while not is_over():
             seconds += self.turns(100)
         figures = f"{_figures(seconds)} in {len(seconds)} turns, alone {_figures(self._alone)}"
         state(f"an honest worker ({self._transport}) beside {what}", figures)
-        p99 = sorted(seconds)[int(len(seconds) * 0.99)]
-        assert p99 < LOOSE_P99_SECONDS, f"an honest worker waits beside {what}: {figures}"
-        return p99
 
     def beside_flood(self, state: State, what: str, flood: Worker, code: str) -> Any:
         """Let another worker run `code`, go on beside it until it is done, and return the `answer` that it left."""

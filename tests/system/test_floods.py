@@ -1,10 +1,9 @@
 """Many at once, and never: floods of connections, frames and descriptors, silence, and a hundred that are stopped.
 
 Beside each goes an honest worker of another tenant, in a process of its own. It must be lent what it asks for all the
-while, 99 of 100 times within 2 s: the faults that these tests are for made it wait 10 s. How long it took is in the
-report. Afterwards the daemon is as it was: not a byte charged, not a descriptor more, no memory kept for those that are
-gone. No turn of its event loop may have taken more than 50 ms of CPU time. What frames and calls can do to that is in
-`test_turns.py`.
+while. How long it took is in the report. Afterwards the daemon is as it was: not a byte charged, not a descriptor more,
+no memory kept for those that are gone. No turn of its event loop may have taken more than 50 ms of CPU time. What
+frames and calls can do to that is in `test_turns.py`.
 """
 
 from __future__ import annotations
