@@ -36,6 +36,8 @@ CLONE_PARENT = 0x8000
 CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 """The number of the system call. Its arguments after the flags are zeros, so their order does not matter."""
 MAX_REQUEST = 1 << 20
+STARTED = ("membroker.cli.main", "membrokerd.cli", "tests.support.workers")
+"""What is started with -m: all that these import is there before the fork."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy must not start threads when it is imported: a fork would be without them."""
 _THREADS = Path("/proc/self/task")
@@ -152,8 +154,11 @@ def serve() -> None:
     """Import what most processes need, and the modules on the command line; then fork for each request."""
     import membroker
 
-    for module in (*sys.argv[1:], "membrokerd.daemon", "membroker.cli.commands", "tests.support.daemons"):
+    for module in (*sys.argv[1:], "membrokerd.daemon", "tests.support.daemons", "tests.support.raw"):
         importlib.import_module(module)
+    for module in STARTED:
+        importlib.import_module(module)
+        del sys.modules[module]  # `runpy` warns of a program that was imported
     for name in membroker.__all__:
         getattr(membroker, name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -188,6 +193,20 @@ def _fork_a_sibling() -> int:
     return pid
 
 
+def _end(status: int) -> None:
+    """End as an interpreter does, but leave the memory to the kernel.
+
+    To free each object would copy nearly every page of the template, which takes 25 ms of CPU time. An interpreter
+    still ends scripts and code, and what cannot write. A test of an end starts an interpreter of its own.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
+
+
 def _become(streams: list[int], arguments: list[str], environment: dict[str, str], cwd: str) -> None:
     """Run the arguments of an interpreter, as it would itself."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -211,7 +230,14 @@ def _become(streams: list[int], arguments: list[str], environment: dict[str, str
     main = vars(sys.modules["__main__"])
     if kind == "-m":
         sys.argv[:] = [kind, *arguments[2:]]
-        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+        try:
+            runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+        except SystemExit as end:
+            if end.code is not None and not isinstance(end.code, int):
+                raise
+            _end(end.code or 0)
+            raise
+        _end(0)
     elif kind == "-c":
         sys.argv[:] = [kind, *arguments[2:]]
         exec(compile(arguments[1], "<string>", "exec"), main)

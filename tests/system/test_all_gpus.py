@@ -11,8 +11,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,9 +19,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.all_gpus import CLI, UUIDS, running_all, write_config
+from tests.support.command import good
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.fake_cuda import build_fake_cuda, run_beside_fake_cuda
 from tests.support.keepers import end_keeper
+from tests.support.template import run
 from tests.support.workers import is_gone, worker
 
 import membroker
@@ -41,9 +41,7 @@ def place() -> Iterator[Path]:
 
 
 def refused(*words: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, *CLI, *words], capture_output=True, text=True, check=False, timeout=DEADLINE_SECONDS
-    )
+    done = run([*CLI, *words])
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr
 
@@ -156,8 +154,7 @@ def test_drained_daemons_stay_away_and_the_last_ends_the_parent(place: Path) -> 
     with running_all(place) as parent:
         parent.wait_until_ready()
         for uuid in UUIDS:
-            command = ["-m", "membroker.cli.main", "drain", "--exit", "--endpoint", str(place / "run" / uuid)]
-            subprocess.run([sys.executable, *command], check=True, timeout=DEADLINE_SECONDS)
+            good("drain", "--exit", at=place / "run" / uuid)
             until(lambda uuid=uuid: f"a daemon has ended gpu={uuid} status=0" in parent.log())
         assert parent.process.wait(DEADLINE_SECONDS) == 0
         assert "has died" not in parent.log()

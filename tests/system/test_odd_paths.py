@@ -9,7 +9,6 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.keepers import end_keeper
+from tests.support.template import PythonProcess, run
 
 import membroker
 from membroker.admin import Admin
@@ -34,7 +34,7 @@ def place() -> Iterator[Path]:
 
 def command(runtime: Path, *more: str) -> list[str]:
     options = ["--driver", "host", "--metrics-port", "0", "--runtime-directory", os.fspath(runtime)]
-    return [sys.executable, "-m", "membrokerd.cli", *options, *more]
+    return ["-m", "membrokerd.cli", *options, *more]
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def ready(place: Path, runtime: Path) -> Iterator[Path]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
         notified.bind(str(place / "notify"))
         environment = {**os.environ, "NOTIFY_SOCKET": str(place / "notify")}
-        with subprocess.Popen(command(runtime), env=environment, stderr=subprocess.PIPE) as daemon:
+        with PythonProcess(command(runtime), env=environment, stderr=subprocess.PIPE) as daemon:
             try:
                 assert select.select([notified], [], [], DEADLINE_SECONDS)[0]
                 yield runtime / "host"
@@ -54,11 +54,16 @@ def ready(place: Path, runtime: Path) -> Iterator[Path]:
     assert daemon.returncode == 0, said
 
 
+def status_of(arguments: list[str]) -> int:
+    """Run a program to its end. What it says has a path that is no text: a failing test shows it."""
+    with PythonProcess(arguments, stdout=subprocess.DEVNULL) as process:
+        return process.wait(DEADLINE_SECONDS)
+
+
 def test_a_daemon_that_is_ready_can_be_read(place: Path) -> None:
     """By the library, by the operator's calls, and by each command; and --check-config has said so before."""
     runtime = place / os.fsdecode(b":;&=@#?%41%2F \"'\\\n\xff\xfe{index}")
-    check = subprocess.run(command(runtime, "--check-config"), capture_output=True)
-    assert check.returncode == 0, check.stderr
+    assert status_of(command(runtime, "--check-config")) == 0
     with ready(place, runtime) as root:
         with (
             membroker.connect(root / "tenants" / "default") as client,
@@ -69,9 +74,7 @@ def test_a_daemon_that_is_ready_can_be_read(place: Path) -> None:
             admin.set_quota("tenants/uid-0", Location.DEVICE, {"limit_bytes": 1 << 20})
         for words in (["models"], ["status"], ["doctor"]):
             endpoint = str(root / "tenants" / "default")
-            asked = [sys.executable, "-m", "membroker.cli.main", *words, "--endpoint", endpoint]
-            told = subprocess.run(asked, capture_output=True)
-            assert told.returncode == 0, (words, told.stderr, told.stdout)
+            assert status_of(["-m", "membroker.cli.main", *words, "--endpoint", endpoint]) == 0, words
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,7 @@ def test_a_path_that_cannot_be_read_is_refused_alike(place: Path, name: str, sai
     """By the check of a configuration, by the start, by the library and by the doctor, in one sentence."""
     (place / "file").touch()
     for more in (["--check-config"], []):
-        told = subprocess.run(command(place / name, *more), capture_output=True, text=True)
+        told = run(command(place / name, *more))
         assert told.returncode == 1, more
         assert said in told.stderr.splitlines()[-1], more
         assert "Traceback" not in told.stderr
@@ -107,8 +110,7 @@ def test_a_check_tries_each_place(place: Path, key: str) -> None:
     text = "".join(f'{name} = "{path}"\n' for name, path in places.items())
     file.write_text(f'{text}driver = "host"\ndescriptor_store = "keeper"\n[metrics]\nport = 0\n')
     for more in (["--check-config"], []):
-        words = [sys.executable, "-m", "membrokerd.cli", "--config", str(file), *more]
-        told = subprocess.run(words, capture_output=True, text=True)
+        told = run(["-m", "membrokerd.cli", "--config", str(file), *more])
         assert told.returncode == 1, more
         assert f"{opened} can be changed by other users" in told.stderr.splitlines()[-1], more
         assert not list(opened.iterdir()), "nothing was made there"
@@ -120,11 +122,7 @@ def test_a_path_with_a_nul_is_refused(place: Path) -> None:
     file.write_text(
         'runtime_directory = "/run/\\u0000"\nstate_directory = "/var/\\u0000"\nkeeper_socket = "/k\\u0000"\n'
     )
-    told = subprocess.run(
-        [sys.executable, "-m", "membrokerd.cli", "--config", str(file), "--check-config"],
-        capture_output=True,
-        text=True,
-    )
+    told = run(["-m", "membrokerd.cli", "--config", str(file), "--check-config"])
     assert told.returncode == 1
     assert told.stderr.count("a path has no NUL in it") == 3
 

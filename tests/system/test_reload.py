@@ -14,6 +14,7 @@ import pytest
 from tests.support.command import check_config, good
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, to_toml, until
 from tests.support.sizes import MIB
+from tests.support.template import run
 from tests.support.workers import Refused, Worker, proc_of, worker
 
 import membroker
@@ -231,11 +232,9 @@ def test_a_tenant_whose_endpoint_cannot_be_opened_is_not_added(daemon: Daemon, e
 
 def ask(daemon: Daemon, *options: str) -> tuple[int, str]:
     """Run `membrokerd --reload`, as the unit does; return its status and what it says."""
-    command = [sys.executable, "-m", "membrokerd.cli", *(options or ("--driver", "host"))]
+    command = ["-m", "membrokerd.cli", *(options or ("--driver", "host"))]
     command += ["--config", str(daemon.directory / "membrokerd.toml"), "--reload"]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_SECONDS
-    )
+    done = run(command, stderr=subprocess.STDOUT)
     return done.returncode, done.stdout
 
 
