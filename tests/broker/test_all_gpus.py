@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 import tempfile
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.broker.coroutines import played_by
+from tests.support.fake_cuda import build_fake_cuda, run_beside_fake_cuda
 
 from membrokerd import all_gpus
 
@@ -91,3 +93,50 @@ def test_a_daemon_is_not_blamed_for_a_socket_that_was_removed(one: OneDaemon) ->
     assert one.sent == []
     one.say("WATCHDOG=1")
     assert one._silent_seconds == 0.0
+
+
+def test_every_gpu_of_the_machine_is_found(tmp_path: Path) -> None:
+    """Beside a stand-in of CUDA with three GPUs: the UUIDs are NVML's, which `--device` takes."""
+    libraries = build_fake_cuda(tmp_path)
+    if libraries is None:
+        pytest.skip("there is no C compiler for the stand-in of CUDA")
+    code = """
+        import json
+        from membroker.vmm import open_driver
+        from membrokerd.all_gpus import find
+        from membrokerd.config.config import Config
+        driver, found = find(Config(driver="auto"), 0)
+        for uuid in found:
+            opened = open_driver("cuda", uuid)
+            assert opened.device.uuid == uuid
+            opened.close()
+        print(json.dumps([driver, found]))
+    """
+    driver, uuids = json.loads(run_beside_fake_cuda(libraries, code, FAKE_CUDA_DEVICES="3"))
+    assert driver == "cuda"
+    assert len(set(uuids)) == 3
+    assert all(uuid.startswith("GPU-") for uuid in uuids)
+
+
+def test_a_gpu_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) -> None:
+    """The first GPU of three is an old one for the display, and NVML has lost the last one (XID 79)."""
+    libraries = build_fake_cuda(tmp_path)
+    if libraries is None:
+        pytest.skip("there is no C compiler for the stand-in of CUDA")
+    code = """
+        import json
+        from membroker.vmm import DriverError
+        from membroker.vmm.cuda import nvml
+        from membrokerd.all_gpus import find
+        from membrokerd.config.config import Config
+        name = nvml.NvmlDevice._index
+        def index(self):
+            if self.uuid.endswith("2"):
+                raise DriverError("nvmlDeviceGetIndex", "NVML_ERROR_GPU_IS_LOST", 15, "GPU is lost")
+            return name(self)
+        nvml.NvmlDevice._index = index
+        driver, found = find(Config(driver="auto"), 0)
+        print(json.dumps([driver, [uuid[-2:] for uuid in found]]))
+    """
+    said = run_beside_fake_cuda(libraries, code, FAKE_CUDA_DEVICES="3", FAKE_CUDA_LACKS="102@0")
+    assert json.loads(said.splitlines()[-1]) == ["cuda", ["31", "32"]]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
+import tempfile
 import textwrap
 import uuid
 from pathlib import Path
@@ -30,10 +32,18 @@ def build_fake_cuda(directory: Path) -> Path | None:
         return None
     directory.mkdir(parents=True, exist_ok=True)
     for library in LIBRARIES:
-        options = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread"]
-        target = directory / library
-        subprocess.run([compiler, *options, "-o", target, _SOURCE, "-ldl"], check=True)
+        (directory / library).write_bytes(_compiled(compiler))
     return directory
+
+
+@functools.cache
+def _compiled(compiler: str) -> bytes:
+    """Return the library, which is the same under both names. Each process of the tests compiles it once."""
+    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-pthread"]
+    with tempfile.TemporaryDirectory() as directory:
+        target = Path(directory, "library")
+        subprocess.run([compiler, *options, "-o", target, _SOURCE, "-ldl"], check=True)
+        return target.read_bytes()
 
 
 def with_faults(directory: Path, patch: pytest.MonkeyPatch) -> Path:

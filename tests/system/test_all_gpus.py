@@ -5,7 +5,6 @@ The devices are the host driver's; the processes, signals and sockets are real.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -21,7 +20,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.all_gpus import CLI, UUIDS, running_all, write_config
 from tests.support.command import good
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
-from tests.support.fake_cuda import build_fake_cuda, run_beside_fake_cuda
 from tests.support.keepers import end_keeper
 from tests.support.template import run
 from tests.support.workers import is_gone, worker
@@ -67,7 +65,7 @@ def test_a_killed_daemon_starts_again_and_the_others_go_on(place: Path) -> None:
             one.do("kept.close(); client.close()")
         until(lambda: parent.figure("membroker_daemon_restarts_total", "host") == 1)
         assert parent.figure("membroker_daemon_restarts_total", "host-1") == 0
-        assert "a daemon has died gpu=host status=-9 restart_seconds=0.2" in parent.log()
+        until(lambda: "a daemon has died gpu=host status=-9 restart_seconds=0.2" in parent.log())
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as full, suppress(BlockingIOError):
             full.setblocking(False)
             while True:
@@ -213,7 +211,7 @@ def test_a_daemon_that_hangs_is_killed_and_starts_again(place: Path) -> None:
         before = parent.pids()
         os.kill(before[1], signal.SIGSTOP)
         until(lambda: parent.pids()[1] != before[1] and parent.get("/readyz")[0] == 200)
-        assert "a daemon does not answer: it gets SIGKILL gpu=host-1" in parent.log()
+        until(lambda: "a daemon does not answer: it gets SIGKILL gpu=host-1" in parent.log())
 
 
 def test_what_starts_nothing_is_one_sentence(place: Path) -> None:
@@ -269,50 +267,3 @@ def test_a_service_whose_file_begins_with_a_dash(place: Path) -> None:
     with running_all(place, ["-c", code], count=("1", "--config=-broker.toml")) as parent:
         parent.wait_until_ready()
         until(lambda: parent.log().count("a restart of the service loses all segments") == 1)
-
-
-def test_every_gpu_of_the_machine_is_found(tmp_path: Path) -> None:
-    """Beside a stand-in of CUDA with three GPUs: the UUIDs are NVML's, which `--device` takes."""
-    libraries = build_fake_cuda(tmp_path)
-    if libraries is None:
-        pytest.skip("there is no C compiler for the stand-in of CUDA")
-    code = """
-        import json
-        from membroker.vmm import open_driver
-        from membrokerd.all_gpus import find
-        from membrokerd.config.config import Config
-        driver, found = find(Config(driver="auto"), 0)
-        for uuid in found:
-            opened = open_driver("cuda", uuid)
-            assert opened.device.uuid == uuid
-            opened.close()
-        print(json.dumps([driver, found]))
-    """
-    driver, uuids = json.loads(run_beside_fake_cuda(libraries, code, FAKE_CUDA_DEVICES="3"))
-    assert driver == "cuda"
-    assert len(set(uuids)) == 3
-    assert all(uuid.startswith("GPU-") for uuid in uuids)
-
-
-def test_a_gpu_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) -> None:
-    """The first GPU of three is an old one for the display, and NVML has lost the last one (XID 79)."""
-    libraries = build_fake_cuda(tmp_path)
-    if libraries is None:
-        pytest.skip("there is no C compiler for the stand-in of CUDA")
-    code = """
-        import json
-        from membroker.vmm import DriverError
-        from membroker.vmm.cuda import nvml
-        from membrokerd.all_gpus import find
-        from membrokerd.config.config import Config
-        name = nvml.NvmlDevice._index
-        def index(self):
-            if self.uuid.endswith("2"):
-                raise DriverError("nvmlDeviceGetIndex", "NVML_ERROR_GPU_IS_LOST", 15, "GPU is lost")
-            return name(self)
-        nvml.NvmlDevice._index = index
-        driver, found = find(Config(driver="auto"), 0)
-        print(json.dumps([driver, [uuid[-2:] for uuid in found]]))
-    """
-    said = run_beside_fake_cuda(libraries, code, FAKE_CUDA_DEVICES="3", FAKE_CUDA_LACKS="102@0")
-    assert json.loads(said.splitlines()[-1]) == ["cuda", ["31", "32"]]
