@@ -106,13 +106,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with deep tests first, then those with many tests, so that no process is left with a long file."""
+    """Put files with deep tests first, those with the longest timeouts before all, then those with many tests.
+
+    So no process is left with a long file.
+    """
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.nodeid.partition("::")[0], []).append(item)
-    by_length = sorted(
-        files.values(), key=lambda one: (not any(item.get_closest_marker("deep") for item in one), -len(one))
-    )
+
+    def length(file: list[pytest.Item]) -> tuple[bool, float, int]:
+        timeouts = [mark.args[0] for item in file if (mark := item.get_closest_marker("timeout"))]
+        return not any(item.get_closest_marker("deep") for item in file), -max(timeouts, default=0), -len(file)
+
+    by_length = sorted(files.values(), key=length)
     items[:] = [item for one in by_length for item in one]
 
 
