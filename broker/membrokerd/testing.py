@@ -1,13 +1,16 @@
 """A daemon for the tests of programs that borrow: `python -m membrokerd.testing DIRECTORY --config FILE`.
 
-Owns the faults that `membroker.testing.broker` asks it for. A file in DIRECTORY is a fault to come, and the daemon
-removes it as the fault happens: `refuse-…` refuses the next request for bytes. The daemon ends with the process that
-started it. It must be used by tests alone: nothing of `membrokerd` imports it.
+Owns the faults that `membroker.testing.broker` asks it for. A file in DIRECTORY/faults is a fault to come, and the
+daemon removes it as the fault happens: `refuse-…` refuses the next request for bytes. The daemon ends with the process
+that started it, and then removes DIRECTORY, which is its own: so the keeper of its descriptors ends, too. It must be
+used by tests alone: nothing of `membrokerd` imports it.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -41,7 +44,7 @@ class RefusingWaiting(Waiting):
 
 def _take() -> bool:
     """Say whether there is a fault, and remove it."""
-    for fault in DIRECTORY.glob("refuse-*"):
+    for fault in DIRECTORY.glob("faults/refuse-*"):
         fault.unlink()
         return True
     return False
@@ -51,6 +54,7 @@ def _end_with_parent() -> None:
     """Stop when the other end of the standard input is closed: its process has ended."""
     while os.read(0, 1):
         pass
+    atexit.register(shutil.rmtree, DIRECTORY, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

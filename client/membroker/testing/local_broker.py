@@ -145,7 +145,7 @@ class LocalBroker:
             notified.bind(str(address))
             notified.settimeout(0.05)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "membrokerd.testing", self._faults, "--config", "membrokerd.toml"],
+                [sys.executable, "-m", "membrokerd.testing", self._directory, "--config", "membrokerd.toml"],
                 cwd=self._directory,
                 stdin=subprocess.PIPE,  # it ends when this is closed, also by the death of this process
                 stdout=log,
