@@ -21,12 +21,13 @@ Nothing of this is in the journal: each session that resumes says which recalls 
 
 from __future__ import annotations
 
-import heapq
+import itertools
 from collections.abc import Collection, Iterable
 
 from . import effects as fx
 from . import events as ev
 from .books import Books
+from .deadlines import Deadlines
 from .names import Location, ModelName
 from .recallable import Borrower, GuestSlice, Mark, PendingRecall
 from .rows import Loan
@@ -52,9 +53,9 @@ class Recalls:
     def __init__(self, books: Books) -> None:
         self._books = books
         self._state = books.recallable
-        self._ends: list[tuple[int, Borrower]] = []
-        """A heap of the times at which a recall becomes late or is repeated, or at which what is kept can be asked for
-        again. If that ended before its time, the entry stays until then, or until it is the first one."""
+        self.ends: Deadlines[Borrower] = Deadlines(self._is_end)
+        """When a recall becomes late or is repeated, when what is kept can be asked for again, and when a slice or a
+        mark ends."""
         self.deadline: int | None = None
         """When `elapsed` has something to do, in nanoseconds."""
         self.room = MOST_AT_ONCE
@@ -107,7 +108,7 @@ class Recalls:
             state.recalls[borrower] = recall = PendingRecall(
                 number=number, first=part, size=part, left=part, since=now, deadline=deadline, wanted_by=wanted_by
             )
-            heapq.heappush(self._ends, (deadline, borrower))
+            self.ends.add(deadline, borrower)
         else:
             recall.size += part
             recall.left += part
@@ -118,9 +119,8 @@ class Recalls:
         self._books.emit(fx.SendRecall(borrower.session, recall.number, borrower.name, borrower.location, size, within))
 
     def _set_deadline(self) -> None:
-        while self._ends and not self._is_end(*self._ends[0]):
-            heapq.heappop(self._ends)
-        self.deadline = self._ends[0][0] if self._ends else None
+        first = self.ends.first()
+        self.deadline = first[0] if first is not None else None
         self._state.changed()
 
     def _is_end(self, at: int, borrower: Borrower) -> bool:
@@ -181,7 +181,7 @@ class Recalls:
             else:
                 size, until = before + recall.left, now + KEPT_NS
             self._state.kept[borrower] = size, until
-            heapq.heappush(self._ends, (until, borrower))
+            self.ends.add(until, borrower)
             self._state.bound_kept(event.session)
         self._state.count(borrower)
         if not recall.late:
@@ -210,10 +210,12 @@ class Recalls:
         """Note which recalls are late, ask those sessions again, and end what is kept: a portion of what is due."""
         if self.deadline is None or self.deadline > now:
             return
-        for _ in range(MOST_AT_ONCE):
-            if not self._ends or self._ends[0][0] > now:
-                break
-            self._end(heapq.heappop(self._ends)[1], now)
+        with self._state.guests_counted_once():
+            for _ in range(MOST_AT_ONCE):
+                borrower = self.ends.take(now)
+                if borrower is None:
+                    break
+                self._end(borrower, now)
         self._set_deadline()
 
     def _end(self, borrower: Borrower, now: int) -> None:
@@ -238,7 +240,7 @@ class Recalls:
             if not recall.late:
                 self._report(borrower, recall, "late", now)
             recall.late, recall.deadline = True, now + self._books.rules.recall_ns
-            heapq.heappush(self._ends, (recall.deadline, borrower))
+            self.ends.add(recall.deadline, borrower)
             self._say(borrower, recall, recall.left, self._books.rules.recall_ns)
         state.count(borrower)
 
@@ -271,7 +273,7 @@ class Recalls:
                 before.used = now
             elif until > now:
                 state.guests[borrower] = GuestSlice(now, until)
-                heapq.heappush(self._ends, (until, borrower))
+                self.ends.add(until, borrower)
             else:
                 state.guests[borrower] = GuestSlice(now, None)
         else:

@@ -19,7 +19,6 @@ Nothing of a wait is in the journal: after a restart the library asks again, wit
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -29,6 +28,7 @@ from . import events as ev
 from . import policy
 from .admission import over
 from .books import Books
+from .deadlines import Deadlines
 from .denied import Denied, Reason, deny
 from .names import Location, ModelName
 from .request_lines import RequestLines, call_of
@@ -59,8 +59,8 @@ class Waiting:
         """The sessions and request ids of those that wait."""
         self._full: set[int] = set()
         """The calls of those that have met a full device."""
-        self._ends: list[tuple[int, int]] = []
-        """A heap of deadlines and calls. The entry of a request that waits no more stays until it is the first one."""
+        self.ends: Deadlines[int] = Deadlines(self._is_end)
+        """When each request with a deadline waits no more, by call."""
         self._of_tenant: Counter[str] = Counter()
         """How many requests of a tenant wait with a deadline. No entry is zero."""
         self.sessions: Counter[int] = Counter()
@@ -341,8 +341,8 @@ class Waiting:
             self._timed[event.location] += 1
             self._of_tenant[waiter.name.tenant] += 1
             self._count(waiter, 1)
-            heapq.heappush(self._ends, (waiter.deadline, event.call))
-            self.deadline = self._ends[0][0]
+            self.ends.add(waiter.deadline, event.call)
+            self._set_deadline()
 
     def _remove(self, waiter: DebitRequest, cause: str) -> None:
         event = waiter.event
@@ -357,9 +357,11 @@ class Waiting:
             _count_down(self._timed, event.location)
             _count_down(self._of_tenant, waiter.name.tenant)
             self._count(waiter, -1)
-            while self._ends and not self._is_end(*self._ends[0]):
-                heapq.heappop(self._ends)
-            self.deadline = self._ends[0][0] if self._ends else None
+            self._set_deadline()
+
+    def _set_deadline(self) -> None:
+        first = self.ends.first()
+        self.deadline = first[0] if first is not None else None
 
     def _is_end(self, deadline: int, call: int) -> bool:
         """Say whether the request of a call waits until then."""
@@ -410,9 +412,16 @@ class Waiting:
         if ending:
             over = next((request for request in self._waiters.values() if request.deadline), None)
             return (over, False) if over else None
-        if self.deadline is not None and self.deadline <= now:
-            return self._waiters[self._ends[0][1]], False
-        while self._looked_at != (state := self._state()):  # again after a recall: its sessions may wait for more
+        most = max(1, MOST_LOOKS // max(1, len(self._sums)))
+        is_due = self.deadline is not None and self.deadline <= now
+        while is_due or self._looked_at != self._state():  # again after a recall: its sessions may wait for more
+            if self._looks >= most:
+                self.left_over, self._is_sure = True, is_due
+                return None
+            self._looks += 1
+            if is_due and (first := self.ends.first()) is not None:
+                return self._waiters[first[1]], False
+            state = self._state()
             self._lines.follow()
             self._schedule.follow()
             if self._lines.to_end:
