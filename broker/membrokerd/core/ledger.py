@@ -31,6 +31,10 @@ class Ledger:
         self.models_of: Counter[str] = Counter()
         """How many models each tenant has. No entry is zero."""
         self.segments: dict[int, SegmentRow] = {}
+        self.segments_of: Counter[str] = Counter()
+        """How many segments each tenant has. No entry is zero."""
+        self.segment_extents = 0
+        """How many extents all segments began with."""
         self.labels: dict[SegmentName, int] = {}
         self.tenants: dict[tuple[str, Location], TenantCharge] = {}
         """What each tenant is charged, without entries of zero bytes."""
@@ -114,12 +118,10 @@ class Ledger:
     def _model_ended(self, fact: facts.ModelEnded) -> None:
         row = self.models.pop(fact.name)
         del self.model_names[bisect_left(self.model_names, fact.name)]
-        self.models_of[fact.name.tenant] -= 1
-        if not self.models_of[fact.name.tenant]:
-            del self.models_of[fact.name.tenant]
+        _one_less(self.models_of, fact.name.tenant)
         assert not row.used(), "a model ended that is still charged"
         assert not row.sessions, "a model ended that is still used"
-        assert not any(segment.name == fact.name for segment in self.segments.values()), "a model ended with a segment"
+        assert not row.segments, "a model ended with a segment"
 
     def _model_carried(self, fact: facts.ModelCarried) -> None:
         row = self.models[fact.name]
@@ -179,7 +181,11 @@ class Ledger:
         self.segments[fact.segment] = row
         self.labels[row.full_name()] = fact.segment
         self._sum_segment(row, size, fact.count)
-        self.models[fact.name].allocations += fact.count
+        self.segments_of[fact.name.tenant] += 1
+        self.segment_extents += fact.count
+        model = self.models[fact.name]
+        model.segments += 1
+        model.allocations += fact.count
 
     def _segment_bound(self, fact: facts.SegmentBound) -> None:
         self.segments[fact.segment].delete_when_left = True
@@ -220,6 +226,9 @@ class Ledger:
         ended = lifecycles.SEGMENT[row.state]["dropped" if fact.proven is None else "settled"]
         self._credit_segment(row, row.bytes, row.extents)
         row.state = ended
+        self.models[row.name].segments -= 1
+        _one_less(self.segments_of, row.name.tenant)
+        self.segment_extents -= len(row.ids)
         del self.segments[fact.segment], self.labels[row.full_name()]
 
     def _stock_changed(self, fact: facts.StockChanged) -> None:
@@ -310,6 +319,12 @@ class Ledger:
         model.sessions.discard(session)
         if not model.sessions:
             model.idle_since = at
+
+
+def _one_less(counts: Counter[str], key: str) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 _APPLY: dict[type, Callable[[Ledger, Any], None]] = {

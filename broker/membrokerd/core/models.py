@@ -107,19 +107,19 @@ class Models:
 
     def _end_if_idle(self, row: ModelRow) -> None:
         """End a model, if it has no sessions, no charges and no segments in whatever state."""
-        segments = self._books.ledger.segments.values()
-        if not row.sessions and not row.used() and not any(segment.name == row.name for segment in segments):
+        if not row.sessions and not row.used() and not row.segments:
             self._books.record(ft.ModelEnded(row.name))
             self._books.denials.pop(row.name, None)
 
     def end_idle(self, now: int) -> None:
         """End models that have had no session for their grace period: a portion, and others at the next audit."""
         ledger, grace = self._books.ledger, self._books.rules.model_grace_ns
-        with_segments = {segment.name for segment in ledger.segments.values()}
         idle = (row for row in ledger.models.values() if not row.sessions and now - row.idle_since >= grace)
-        able = (row for row in idle if not row.used() and row.name not in with_segments)
-        for row in list(itertools.islice(able, MOST_ENDED)):
-            self._end_if_idle(row)
+        able = (row for row in idle if not row.used() and not row.segments)
+        if ended := list(itertools.islice(able, MOST_ENDED)):
+            with self._books.recallable.guests_counted_once():
+                for row in ended:
+                    self._end_if_idle(row)
 
     def set_quota(self, event: ev.SetQuota) -> None:
         """Set or remove the limit, the guarantee and the weight of a model or a tenant, as an operator orders."""

@@ -27,6 +27,10 @@ def check(ledger: Ledger) -> None:
             sum(ledger.tenant_charged(tenant, location) for tenant in tenants),
         )
         _same("lent, by tenant", total.lent, sum(ledger.tenant_lent(tenant, location) for tenant in tenants))
+        assert Counter([row.name.tenant for row in ledger.segments.values()]) == ledger.segments_of, "of each tenant"
+        of_models = Counter([row.name for row in ledger.segments.values()])
+        assert {name: row.segments for name, row in ledger.models.items() if row.segments} == of_models, "of each model"
+        _same("extents of segments", ledger.segment_extents, sum(len(row.ids) for row in ledger.segments.values()))
         segments = sum(row.charged(location) for row in ledger.segments.values())
         _same("segments, by model", sum(charge.segments for charge in models), segments)
         assert total.lent >= 0, total

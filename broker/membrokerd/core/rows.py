@@ -127,13 +127,17 @@ class TenantCharge(NamedTuple):
 
 @dataclass(slots=True)
 class ModelRow:
-    """One model: the numbers its workers asked for (the first request counts), its sessions and its charges."""
+    """One model: the numbers its workers asked for (the first request counts), its sessions and its charges.
+
+    `segments` is how many segments it has, in whatever state.
+    """
 
     name: ModelName
     virtual_capacity: int | None
     limits: Mapping[Location, int]
     sessions: set[int] = field(default_factory=set)
     charges: dict[Location, ModelCharge] = field(default_factory=dict)
+    segments: int = 0
     allocations: int = 0
     releases: int = 0
     idle_since: int = 0

@@ -116,13 +116,13 @@ class Segments:
 
         The broker keeps a descriptor of each extent of a segment.
         """
-        rules, rows = self._books.rules, self._books.ledger.segments.values()
+        rules, ledger = self._books.rules, self._books.ledger
         limit = rules.max_segments_per_tenant
-        if sum(1 for row in rows if row.name.tenant == event.name.tenant) >= limit:
+        if ledger.segments_of[event.name.tenant] >= limit:
             return deny(Reason.TOO_MANY_SEGMENTS, limit=limit, of="tenant", what="segments")
         _, _, count = policy.shape_of_segment(rules, event.size)
         limit = rules.max_segment_extents
-        if sum(len(row.ids) for row in rows) + count > limit:
+        if ledger.segment_extents + count > limit:
             return deny(Reason.TOO_MANY_SEGMENTS, limit=limit, of="broker", what="extents of segments")
         return None
 
