@@ -178,9 +178,12 @@ class Client(Closing):
         at the host. They can lower what the broker's configuration allows, but never raise it. If the model is
         registered already, a number that is left out keeps its registered value.
 
-        Raises `ModelConflict` if a living session has registered the model with other numbers (to change the limit, set
-        `Model.limit`), `ModelAlreadyExists` if it is registered
-        and `exclusive` is true, `InvalidRequest`, `TooMany`, `AccessDenied` (an observer), and `BrokerUnavailable`.
+        While no other process uses the model, other numbers replace those that are registered, for all its sessions: a
+        cell of a notebook can be edited and run again.
+
+        Raises `ModelConflict` if another living process has registered the model with other numbers (to change the
+        limit for both, set `Model.limit`), `ModelAlreadyExists` if it is registered and `exclusive` is true,
+        `InvalidRequest`, `TooMany`, `AccessDenied` (an observer), and `BrokerUnavailable`.
         """
         chosen = os.environ.get(MODEL_VARIABLE)
         name = chosen if name is None else name

@@ -176,7 +176,7 @@ class ModelNotFound(NotFound):
 
 
 class ModelConflict(MembrokerError):
-    """The model is registered with other numbers than the ones given."""
+    """Another process has registered the model with other numbers than the ones given."""
 
 
 class ModelAlreadyExists(MembrokerError):

@@ -72,12 +72,13 @@ class Models:
             return self._refuse_new_model(event)
         if event.exclusive:
             return deny(Reason.MODEL_EXISTS, model=str(event.name))
-        return _conflict(row, event) if self._has_living(row) else None
+        return _conflict(row, event) if self._is_used_beside(row, event.session) else None
 
-    def _has_living(self, row: ModelRow) -> bool:
-        """Say whether a process that may be alive uses a model. Only then do its numbers bind the next one."""
+    def _is_used_beside(self, row: ModelRow, session: int) -> bool:
+        """Say whether another process that may be alive uses a model. Only then do its numbers bind this session."""
         sessions = self._books.ledger.sessions
-        return any(sessions[session].state != "releasing" for session in row.sessions)
+        users = [sessions[one] for one in row.sessions]
+        return any(one.state != "releasing" and one.process != sessions[session].process for one in users)
 
     def _refuse_new_model(self, event: ev.RegisterModel) -> Denied | None:
         limit = self._books.rules.max_models_per_tenant

@@ -33,7 +33,7 @@ class RegisterModelRequest(google.protobuf.message.Message):
     """
     virtual_capacity_bytes: builtins.int
     """Addresses that a worker's pool reserves by default. Absent: the registered number, or else the capacity. The first
-    worker that gives a number sets it, here and for the limits; a different number is then MODEL_CONFLICT.
+    worker that gives a number sets it, here and for the limits; another process's other number is MODEL_CONFLICT.
     """
     exclusive: builtins.bool
     """Refuse (MODEL_EXISTS) when the model is already registered."""
@@ -48,8 +48,8 @@ class RegisterModelRequest(google.protobuf.message.Message):
     @property
     def limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[membroker.v1.resources_pb2.Limit]:
         """The limits that the workers ask for, at most one for each location. They can lower what the configuration allows,
-        never raise it. Absent: the registered limits. 2^63-1: none. While a living session has registered the model,
-        another number is MODEL_CONFLICT, unless `replace_limits` is set.
+        never raise it. Absent: the registered limits. 2^63-1: none. While a session of another living process has
+        registered the model, another number is MODEL_CONFLICT, unless `replace_limits` is set.
         """
 
     def __init__(

@@ -14,6 +14,7 @@ from tests.support.command import good, refused
 from tests.support.daemons import Daemon, running, until
 from tests.support.raw import Session, reason
 from tests.support.sizes import MIB
+from tests.support.workers import Refused, worker
 
 import membroker
 from membroker.admin import Admin
@@ -87,8 +88,8 @@ def test_no_wait_is_advised_for_more_than_the_broker_has(daemon: Daemon, red: me
 def test_a_refusal_that_is_only_counted_is_told_by_its_count(daemon: Daemon, red: membroker.Client) -> None:
     """`membroker models` shows one refusal and sends the operator here: a worker registered another limit."""
     model = red.model("chat", limit="8MiB")
-    with pytest.raises(membroker.ModelConflict):
-        red.register_model("chat", limit="16MiB")
+    with worker() as other, pytest.raises(Refused):
+        other.connect(daemon).do("client.model('chat', limit='16MiB')")
     with pytest.raises(InvalidRequest) as caught:
         model.allocate("2MiB", location="host")
     lines = explain(daemon.endpoint("red"), "chat").splitlines()

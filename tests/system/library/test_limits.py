@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.support.daemons import Daemon, until
 from tests.support.sizes import MIB
-from tests.support.workers import worker
+from tests.support.workers import Refused, worker
 
 import membroker
 from membroker.admin import Admin
@@ -27,8 +27,41 @@ def test_a_program_runs_again_with_another_limit(daemon: Daemon, killed: bool) -
     with membroker.connect(daemon.endpoint()) as client:
         model = client.model("m", limit="8MiB", virtual_capacity="2GiB")
         assert (model.limit, model.virtual_capacity) == (8 * MIB, 2 << 30)
-        with membroker.connect(daemon.endpoint()) as other, pytest.raises(membroker.ModelConflict, match=r"4\.0 MiB"):
-            other.model("m", limit="4MiB")
+        with worker() as other:
+            other.connect(daemon)
+            with pytest.raises(Refused, match=r"4\.0 MiB") as refused:
+                other.do("client.model('m', limit='4MiB')")
+            assert refused.value.reason == "MODEL_CONFLICT"
+
+
+def test_a_cell_of_a_notebook_runs_again_with_another_limit(daemon: Daemon) -> None:
+    """It registers the model again, or connects again as well. What the cell has borrowed before is still there."""
+    with membroker.connect(daemon.endpoint()) as client:
+        held = client.model("m", limit="4MiB", virtual_capacity="1GiB").allocate("4MiB")
+        assert client.model("m", limit="2MiB").limit == 2 * MIB
+        with membroker.connect(daemon.endpoint()) as again:
+            model = again.model("m", limit="6MiB", virtual_capacity="2GiB")
+            assert (model.limit, model.virtual_capacity) == (6 * MIB, 2 << 30)
+            with model.allocate("2MiB"), pytest.raises(membroker.OutOfMemory):
+                model.allocate("2MiB")
+        held.close()
+
+
+def test_the_end_of_a_block_leaves_the_model(daemon: Daemon) -> None:
+    """Another limit is then no conflict, in the same process too. What is still borrowed keeps the model."""
+    with membroker.connect(daemon.endpoint()) as client:
+        for limit in ("4MiB", "6MiB"):
+            with client.model("block", limit=limit) as model:
+                model.allocate("2MiB").close()
+        assert client.models() == []
+        with client.model("block") as model:
+            kept = model.allocate("2MiB")
+        with pytest.raises(ZeroDivisionError), client.model("block"):
+            raise ZeroDivisionError
+        assert [one.name for one in client.models()] == [model.resource_name]
+        kept.close()
+        with client.model("block"):
+            client.close()
 
 
 @pytest.mark.shared_daemon(False)  # it sets a quota
