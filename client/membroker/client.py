@@ -170,6 +170,8 @@ class Client(Closing):
     ) -> Model:
         """Register the model `name` of this tenant, or join it. This charges nothing.
 
+        As a context manager, `with client.model("chat", limit="8GiB") as model`, it leaves the model at the end.
+
         Without `name`, the environment variable MEMBROKER_MODEL gives the name; `membroker run --model` sets it. For
         that model, MEMBROKER_LIMIT gives the limit if `limit` is not given.
 

@@ -7,14 +7,15 @@ memory: it passes the descriptors to a `Placement`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from . import arguments
 from .closing import refuse_pickle
-from .errors import InvalidRequest
+from .errors import BrokerUnavailable, ClosedError, InvalidRequest, ModelInUse
 from .interrupts import uninterrupted
 from .memory.buffer import Buffer
 from .memory.growable import DEFAULT_PAGE_SIZE as GROWABLE_PAGE_SIZE
@@ -40,7 +41,11 @@ from .wire.names import MAX_BYTES, MAX_EXTENTS_PER_CALL
 
 @ends_at_the_caller()
 class Model:
-    """A model of this tenant, as this session registered it. Thread-safe. `Client.model` makes it."""
+    """A model of this tenant, as this session registered it. Thread-safe. `Client.model` makes it.
+
+    A context manager: the end of its block leaves the model, as `leave` does. If memory of it is still held then, the
+    model ends with its client.
+    """
 
     def __init__(self, session: Session, registered: resources_pb2.Model) -> None:
         self._session = session
@@ -380,6 +385,13 @@ class Model:
 
     def _shown(self, recall: OpenRecall) -> Recall:
         return Recall(self, recall.location, recall.deadline, recall)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ModelInUse, BrokerUnavailable, ClosedError):
+            self.leave()
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         refuse_pickle(self)
