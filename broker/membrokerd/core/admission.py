@@ -272,8 +272,11 @@ class Admission:
             rooms.append(device_room)
         return max(0, min(rooms)) // self._rules.granularity * self._rules.granularity
 
-    def levels(self, name: ModelName, location: Location, is_trusted: bool) -> list[Level]:
-        """Return each level that has a limit, the lowest first. `is_trusted`: what is lent can be recalled."""
+    def levels(self, name: ModelName, location: Location, is_trusted: bool, bound: int | None = None) -> list[Level]:
+        """Return each level that has a limit, the lowest first. `is_trusted`: what is lent can be recalled.
+
+        `bound` is what `bound` returns, if it is known.
+        """
         ledger, guarantees = self._ledger, self._guarantees[location]
         levels: list[Level] = []
         model_limit, tenant_limit = self._limits.get((name, location)) or self._limits_of(name, location)
@@ -289,7 +292,7 @@ class Admission:
         charged = total.lent + total.releasing
         room = total.capacity - charged
         if guarantees or self._recallable.recalls or self._recallable.marks:
-            room = self.room(name, location, is_trusted)
+            room = self.room(name, location, self.bound(name, location, is_trusted) if bound is None else bound)
         levels.append((Reason.CAPACITY, "capacity", charged, total.capacity, room))
         return levels
 
@@ -310,11 +313,10 @@ class Admission:
             self._limits[name, location] = limits
         return limits
 
-    def room(self, name: ModelName, location: Location, is_trusted: bool) -> int:
-        """Return how many bytes the capacity and the reserve rule allow a session of a model."""
-        room = self.bound(name, location, is_trusted)
+    def room(self, name: ModelName, location: Location, bound: int) -> int:
+        """Return how many bytes the capacity and the reserve rule allow a session of a model with this bound."""
         free = self._ledger.totals[location].free
-        return min(room, free - self.unlent_beside(name.tenant, location) if self._rules.unlent else free)
+        return min(bound, free - self.unlent_beside(name.tenant, location) if self._rules.unlent else free)
 
     def bound(self, name: ModelName, location: Location, is_trusted: bool) -> int:
         """Return how many bytes a session could be lent for a model if all others were recalled.

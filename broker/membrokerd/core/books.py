@@ -23,6 +23,8 @@ COUNTER_BITS = 40
 """The low bits of an id are a counter; those above it are the epoch."""
 MOST_TENANTS = 4096
 """Where each user is a tenant, users come and go: this bounds what is kept about those that are gone."""
+_OF_MODELS = frozenset((ft.ModelBegan, ft.ModelAsked, ft.ModelEnded))
+"""The facts that can change a guarantee in force."""
 _COUNTER_MAX = (1 << COUNTER_BITS) - 1
 
 
@@ -91,7 +93,7 @@ class Books:
         elif self.recallable.is_possible and type(fact) is ft.Debited:
             self.recallable.count(Borrower(fact.session, fact.name, fact.location))
         if self.recallable.guests:
-            self.recallable.count_guests()
+            self.recallable.count_guests(all_again=type(fact) in _OF_MODELS)
         self._facts.append(fact)
 
     def model_ended(self, name: ModelName) -> None:

@@ -95,7 +95,8 @@ class Releasing:
         self._books.record(ft.SessionMoved(row.session, "process died", now))
         self._lending.give_up(row, now)
         self._segments.attaches.give_up(row.session)
-        self._segments.leave_all(row, "holder died")
+        with self._books.recallable.guests_counted_once():
+            self._segments.leave_all(row, "holder died")
         for location, reference in references.items():
             self.deaths.append(Death(row.session, location, now, reference))
         self._settle(now)

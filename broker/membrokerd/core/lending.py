@@ -378,6 +378,11 @@ class Lending:
         if event.wait_ns is not None and (too_long := policy.check_wait(event.wait_ns)):
             return too_long
         request.size = self._more_declared(event)
+        is_guest = event.recallable and event.declared_bytes
+        if is_guest and Borrower(event.session, event.name, event.location) not in books.recallable.guests:
+            denied = books.recallable.refuse_guest(event.name.tenant, event.location)
+            if denied:
+                return denied
         if request.size <= 0:
             return None
         return books.refuse_debit() or books.admission.admit(event.name, event.location, request.size)

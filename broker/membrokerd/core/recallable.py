@@ -10,13 +10,15 @@ everything, the guests, and the sums of all that. Must never ask for anything it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .denied import Denied, Reason, deny
 from .ledger import Ledger
 from .names import Location, ModelName
-from .rows import SessionRow
+from .rows import SessionRow, TenantCharge
 
 
 class Borrower(NamedTuple):
@@ -80,6 +82,11 @@ class Counted(NamedTuple):
 
 
 _NOTHING = Counted()
+MOST_GUESTS, MOST_GUESTS_OF_A_TENANT = 256, 64
+"""How many guests there are at a location, and how many a tenant has there. As many requests of guests wait.
+
+A change of what a tenant has looks at all its guests, one of what is recalled at those of all tenants.
+"""
 
 
 class Recallable:
@@ -104,6 +111,12 @@ class Recallable:
         self.marks: dict[tuple[ModelName, Location], Mark] = {}
         self.guests: dict[Borrower, GuestSlice] = {}
         """Those that are charged for anything."""
+        self._counts_later = False
+        """Whether `guests_counted_once` will count the guests."""
+        self._charges: dict[tuple[str, Location], TenantCharge | None] = {}
+        """What each tenant with guests was charged when they were counted last."""
+        self.turns: dict[tuple[str, Location], int] = {}
+        """When each tenant's last turn began: its guests were lent memory. No entry is of a tenant without a model."""
         self.hold_without: Callable[[ModelName, Location, int, int], bool] = lambda *_: True
         """Says whether the guarantees of a model and its tenant hold if these lose so many bytes: `Admission`'s."""
         self.moved: set[Borrower] = set()
@@ -123,6 +136,19 @@ class Recallable:
         """Note that a recall, what is kept, or the state of a session has changed."""
         self.revision += 1
         self.count_guests()
+
+    @contextmanager
+    def guests_counted_once(self) -> Iterator[None]:
+        """Count the guests when this ends, and not with each change before; inside another one, when that ends."""
+        if self._counts_later:
+            yield
+            return
+        self._counts_later = True
+        try:
+            yield
+        finally:
+            self._counts_later = False
+            self.count_guests()
 
     # --- which sessions answer ---
 
@@ -155,19 +181,20 @@ class Recallable:
 
     def session_moved(self, row: SessionRow) -> None:
         """Note that a session has lost its connection, is resumed, or ends."""
-        if row.state not in ("open", "detached"):
-            for name in [name for name, sessions in self._answering.items() if row.session in sessions]:
-                self.set_answers(row.session, name, answers=False)
-            self.away.pop(row.session, None)
-            for borrower in {*self.of_session(row.session), *self.guests_of(row.session)}:
-                self._forget(borrower)
-        elif self.is_possible:
-            for borrower in {
-                *self.of_session(row.session),
-                *(Borrower(row.session, name, location) for name, location in row.charges),
-            }:
-                self.count(borrower)
-        self.changed()
+        with self.guests_counted_once():
+            if row.state not in ("open", "detached"):
+                for name in [name for name, sessions in self._answering.items() if row.session in sessions]:
+                    self.set_answers(row.session, name, answers=False)
+                self.away.pop(row.session, None)
+                for borrower in {*self.of_session(row.session), *self.guests_of(row.session)}:
+                    self._forget(borrower)
+            elif self.is_possible:
+                for borrower in {
+                    *self.of_session(row.session),
+                    *(Borrower(row.session, name, location) for name, location in row.charges),
+                }:
+                    self.count(borrower)
+        self.revision += 1
 
     def _forget(self, borrower: Borrower) -> None:
         self.recalls.pop(borrower, None)
@@ -194,6 +221,8 @@ class Recallable:
         """Forget the marks of a model: it has no memory and no session."""
         for location in self._ledger.totals:
             self.set_mark(name, location, None)
+            if not self._ledger.models_of[name.tenant]:
+                self.turns.pop((name.tenant, location), None)
 
     def set_mark(self, name: ModelName, location: Location, mark: Mark | None) -> None:
         """Mark a model, or forget its mark."""
@@ -224,40 +253,72 @@ class Recallable:
         """Return the guests of a session."""
         return [guest for guest in self.guests if guest.session == session]
 
-    def idlest(self, location: Location) -> list[Borrower]:
-        """Return the guests at a location, the one first that has declared nothing for the longest time."""
-        found = [(guest.used, borrower) for borrower, guest in self.guests.items() if borrower.location == location]
+    def idlest(self, location: Location, tenant: str | None = None) -> list[Borrower]:
+        """Return the guests at a location, of all tenants or of one: the longest without a declaration first."""
+        found = [
+            (guest.used, borrower)
+            for borrower, guest in self.guests.items()
+            if borrower.location == location and tenant in (None, borrower.name.tenant)
+        ]
         return [borrower for _, borrower in sorted(found)]
 
-    def count_guests(self) -> None:
-        """Bring the sums up to date for all guests: a charge or a guarantee has changed. One without a charge ends."""
-        for borrower in list(self.guests):
-            if not self.extents_of(borrower):
-                del self.guests[borrower]
-            self.count(borrower)
+    def refuse_guest(self, tenant: str, location: Location) -> Denied | None:
+        """Return why a tenant may not have one more guest at a location, or None."""
+        return too_many([borrower.name.tenant for borrower in self.guests if borrower.location == location], tenant)
 
-    def can_go(self, borrower: Borrower, wanted_by: str | None = None, *, after_slices: bool = False) -> bool:
-        """Say whether a guest can be asked for what it has; for its own tenant, whatever is guaranteed to that.
+    def count_guests(self, *, all_again: bool = True) -> None:
+        """Bring the sums up to date for the guests of all tenants; `all_again` False: of those whose charge changed.
 
-        Those that are asked already go first, then the idlest, as long as the guarantees hold. `after_slices`: as if
-        all slices were over.
+        A guest without a charge ends.
         """
-        _, name, location = borrower
-        of_models, of_tenant = Counter[ModelName](), 0
-        for other in sorted(self.idlest(location), key=lambda one: one not in self.recalls):
-            is_over = after_slices or self.guests[other].slice_until is None
-            is_free = is_over and other not in self.kept
-            if other.name.tenant != name.tenant or not is_free:
+        if self._counts_later:
+            return
+        tenants: dict[tuple[str, Location], list[Borrower]] = {}
+        for borrower in self.guests:
+            tenants.setdefault((borrower.name.tenant, borrower.location), []).append(borrower)
+        for key, own in tenants.items():
+            charge = self._ledger.tenants.get(key)  # a new record with each change
+            if not all_again and charge is self._charges.get(key):
                 continue
-            size = self.extents_of(other)
-            lost = 0 if wanted_by == name.tenant else of_tenant + size
-            holds = self.hold_without(other.name, location, of_models[other.name] + size, lost)
-            if other == borrower:
-                return holds
-            if holds:
-                of_models[other.name] += size
-                of_tenant += size
-        return False
+            for borrower in own:
+                if not self.extents_of(borrower):
+                    del self.guests[borrower]
+            can_go = self.that_can_go(key[1], key[0])
+            for borrower in own:
+                self.count(borrower, can_go)
+        self._charges = {key: self._ledger.tenants.get(key) for key in tenants}
+
+    def that_can_go(
+        self,
+        location: Location,
+        tenant: str | None = None,
+        *,
+        wanted_by: str | None = None,
+        after_slices: bool = False,
+    ) -> set[Borrower]:
+        """Return which guests, of all tenants or of one, can be asked for what they have.
+
+        Those that are asked already go first, then the idlest, as long as the guarantees hold; for the tenant
+        `wanted_by` its own, whatever is guaranteed to that. `after_slices`: as if all slices were over.
+        """
+        found, of_models, of_tenants = set[Borrower](), Counter[ModelName](), Counter[str]()
+        for guest in sorted(self.idlest(location, tenant), key=lambda guest: guest not in self.recalls):
+            name, owner = guest.name, guest.name.tenant
+            is_over = after_slices or self.guests[guest].slice_until is None
+            if not is_over or guest in self.kept:
+                continue
+            size = self.extents_of(guest)
+            lost = 0 if wanted_by == owner else of_tenants[owner] + size
+            if self.hold_without(name, location, of_models[name] + size, lost):
+                of_models[name] += size
+                of_tenants[owner] += size
+                found.add(guest)
+        return found
+
+    def begins_turn(self, tenant: str, location: Location, now: int, slice_ns: int) -> bool:
+        """Say whether a tenant's turn begins at most a quarter of a slice ago: more of its guests may join."""
+        began = self.turns.get((tenant, location))
+        return began is not None and now - began <= slice_ns // 4
 
     # --- the sums ---
 
@@ -265,10 +326,15 @@ class Recallable:
         """Return the borrowers of a session that have something to recall, a recall, or something that they keep."""
         return sorted(self._counted.get(session, ()))
 
-    def count(self, borrower: Borrower) -> None:
-        """Bring the sums up to date: what a borrower has, is asked for or keeps has changed, or whether it answers."""
+    def count(self, borrower: Borrower, can_go: Collection[Borrower] | None = None) -> None:
+        """Bring the sums up to date: what a borrower has, is asked for or keeps has changed, or whether it answers.
+
+        `can_go` are the guests of its tenant that can be asked, if they are known.
+        """
+        if self._counts_later and borrower in self.guests:
+            return
         counted = self._counted.setdefault(borrower.session, {})
-        before, after = counted.pop(borrower, _NOTHING), self._count(borrower)
+        before, after = counted.pop(borrower, _NOTHING), self._count(borrower, can_go)
         if after != _NOTHING or borrower in self.recalls or borrower in self.kept:
             counted[borrower] = after
         elif not counted:
@@ -279,8 +345,8 @@ class Recallable:
             self._sum(borrower, before, -1)
             self._sum(borrower, after, 1)
 
-    def _count(self, borrower: Borrower) -> Counted:
-        size = self.bytes_of(borrower) if self.answers(borrower.session, borrower.name) else 0
+    def _count(self, borrower: Borrower, can_go: Collection[Borrower] | None) -> Counted:
+        size = self.bytes_of(borrower, can_go) if self.answers(borrower.session, borrower.name) else 0
         recall = self.recalls.get(borrower)
         return Counted(size, recall.left, recall.late, recall.wanted_by) if recall else Counted(size)
 
@@ -313,23 +379,31 @@ class Recallable:
             if self._ledger.sessions[session].state == "open":
                 yield Borrower(session, name, location)
 
-    def bytes_of(self, borrower: Borrower) -> int:
-        """Return the bytes that a borrower can be asked for: its extents, without what it keeps; 0 if it is late."""
+    def bytes_of(self, borrower: Borrower, can_go: Collection[Borrower] | None = None) -> int:
+        """Return the bytes that a borrower can be asked for: its extents, without what it keeps; 0 if it is late.
+
+        `can_go` are the guests of its tenant that can be asked, if they are known.
+        """
         recall = self.recalls.get(borrower)
         if recall is not None and recall.late:
             return 0
-        if borrower in self.guests and not (self.answers(*borrower[:2]) and self.can_go(borrower)):
-            return 0
+        if borrower in self.guests:
+            if not self.answers(*borrower[:2]):
+                return 0
+            if can_go is None:
+                can_go = self.that_can_go(borrower.location, borrower.name.tenant)
+            if borrower not in can_go:
+                return 0
         return max(0, self.extents_of(borrower) - self.kept.get(borrower, (0, 0))[0])
 
-    def more_of(self, borrower: Borrower, now: int) -> int:
+    def more_of(self, borrower: Borrower, now: int, can_go: Collection[Borrower] | None = None) -> int:
         """Return the bytes that a borrower can be asked for now, besides what it has been asked for already.
 
         A recall is raised only in the first half of its time, so that the other half is left for what a raise adds.
         """
         recall = self.recalls.get(borrower)
         if recall is None:
-            return self.bytes_of(borrower)
+            return self.bytes_of(borrower, can_go)
         if borrower in self.guests:  # it has been asked for everything
             return 0
         is_early = now - recall.since <= recall.deadline - now
@@ -342,9 +416,11 @@ class Recallable:
         ]
         return sum(found)
 
-    def is_able(self, name: ModelName, location: Location, now: int) -> bool:
+    def is_able(
+        self, name: ModelName, location: Location, now: int, can_go: Collection[Borrower] | None = None
+    ) -> bool:
         """Say whether a session of a model can be asked for something now."""
-        return any(self.more_of(borrower, now) for borrower in self.borrowers(name, location))
+        return any(self.more_of(borrower, now, can_go) for borrower in self.borrowers(name, location))
 
     def models(self, location: Location) -> list[ModelName]:
         """Return the models of which something can be recalled."""
@@ -409,6 +485,15 @@ class Recallable:
     def is_coming_for(self, name: ModelName) -> bool:
         """Say whether a recall that is not late will bring something that a model wants."""
         return name in self._coming
+
+
+def too_many(owners: Sequence[str], tenant: str) -> Denied | None:
+    """Return why a tenant may not have one more guest, or one more that waits, besides those of these tenants."""
+    if owners.count(tenant) >= MOST_GUESTS_OF_A_TENANT:
+        return deny(Reason.TOO_MANY_REQUESTS, limit=MOST_GUESTS_OF_A_TENANT, whose="tenant", calls="guests")
+    if len(owners) >= MOST_GUESTS:
+        return deny(Reason.TOO_MANY_REQUESTS, limit=MOST_GUESTS, whose="broker", calls="guests")
+    return None
 
 
 def _add(sums: Counter[Any], change: int, *keys: object) -> None:

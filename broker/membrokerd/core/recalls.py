@@ -88,15 +88,18 @@ class Recalls:
             self._set_deadline()
         return size - left
 
-    def ask_guest(self, borrower: Borrower, now: int, wanted_by: ModelName | None = None) -> int:
-        """Ask a guest for all that it has. Return how much that is."""
-        if not self.room:
-            return 0
-        size = self._state.extents_of(borrower)
-        within = self._books.rules.recall_ns + (size * GUEST_NS_PER_GIB >> 30)
-        self._ask(borrower, size, now, within, wanted_by)
-        self._set_deadline()
-        return size
+    def ask_guests(self, borrowers: Collection[Borrower], now: int, wanted_by: ModelName | None = None) -> int:
+        """Ask guests for all that they have. Return how much that is of those that this step may still ask."""
+        asked = 0
+        if borrowers:
+            with self._state.guests_counted_once():
+                for borrower in itertools.islice(borrowers, self.room):
+                    size = self._state.extents_of(borrower)
+                    within = self._books.rules.recall_ns + (size * GUEST_NS_PER_GIB >> 30)
+                    self._ask(borrower, size, now, within, wanted_by)
+                    asked += size
+            self._set_deadline()
+        return asked
 
     def _ask(self, borrower: Borrower, part: int, now: int, within: int, wanted_by: ModelName | None) -> None:
         """Open a recall of a borrower, to be answered within so many nanoseconds, or raise the one that is open."""
@@ -269,6 +272,9 @@ class Recalls:
         state, before = self._state, self._state.guests.get(borrower)
         if recallable and state.charged(borrower):
             until = now + self._books.rules.slice_ns
+            tenant, location = borrower.name.tenant, borrower.location
+            if before is None and not state.begins_turn(tenant, location, now, self._books.rules.slice_ns):
+                state.turns[tenant, location] = now
             if before is not None:
                 before.used = now
             elif until > now:
@@ -297,10 +303,11 @@ class Recalls:
     def detached(self, session: int) -> None:
         """Put aside the recalls of a session that has lost its connection, except those that are late."""
         recalls = self._state.recalls
-        for borrower in self._state.of_session(session):
-            if borrower in recalls and not recalls[borrower].late:
-                self._state.away.setdefault(session, {})[borrower] = recalls.pop(borrower)
-                self._state.count(borrower)
+        with self._state.guests_counted_once():
+            for borrower in self._state.of_session(session):
+                if borrower in recalls and not recalls[borrower].late:
+                    self._state.away.setdefault(session, {})[borrower] = recalls.pop(borrower)
+                    self._state.count(borrower)
         self._set_deadline()
 
     def resumed(
@@ -315,25 +322,25 @@ class Recalls:
 
         A recall that is not late keeps its deadline, so reconnecting does not save a session from being late. If it no
         longer answers for a model, or is no guest any more, it keeps what it is asked for. A guest that a new daemon
-        hears of has no slice.
+        hears of has no slice. One that there is no room for is firm.
         """
         state = self._state
-        back = state.away.pop(session, {})
-        state.recalls |= back
-        for borrower in back:
-            state.count(borrower)
-        self.released(session, gone, now)
         before = set(state.guests)
-        for name, location in self._books.ledger.sessions[session].charges:
-            borrower = Borrower(session, name, location)
-            if (name, location) not in guests:
-                state.guests.pop(borrower, None)
-            elif borrower not in state.guests:
-                state.guests[borrower] = GuestSlice(now, None)
-            state.count(borrower)
-        state.count_guests()
-        for name in self._books.ledger.sessions[session].models:
-            state.set_answers(session, name, name in answering)
+        back = state.away.pop(session, {})
+        with state.guests_counted_once():
+            state.recalls |= back
+            for borrower in back:
+                state.count(borrower)
+            self.released(session, gone, now)
+            for name, location in self._books.ledger.sessions[session].charges:
+                borrower = Borrower(session, name, location)
+                if (name, location) not in guests:
+                    state.guests.pop(borrower, None)
+                elif borrower not in state.guests and not state.refuse_guest(name.tenant, location):
+                    state.guests[borrower] = GuestSlice(now, None)
+                state.count(borrower)
+            for name in self._books.ledger.sessions[session].models:
+                state.set_answers(session, name, name in answering)
         for borrower in state.of_session(session):
             recall = state.recalls.get(borrower)
             if recall is None:

@@ -13,9 +13,10 @@ Guests are recalled as a whole, and only when all pieces that models have beyond
 have declared nothing for the longest time, as many as suffice. Of these, a guest is left alone if the later ones
 suffice without it. Then only those pieces are recalled that are lacking besides. A guest that waits beyond its share
 has its turn after all requests within theirs: other guests whose slices are over are recalled for it, if it can run
-then. Once it has waited longer than two slices, guests that came later wait until it has had its turn, also those
-within their shares, if it can run when all slices are over. So guests that do not fit together divide the time. A guest
-is lent nothing that is guaranteed to others: while its slice lasts, it is firm.
+then. Once it has waited longer than two slices, guests whose turn is later wait until it has had its turn, also those
+within their shares, if it can run when all slices are over. The turn is first that of the tenant whose guests had none
+for the longest time, then that of its oldest request. So tenants whose guests do not fit together divide the time,
+however many guests each has. A guest is lent nothing that is guaranteed to others: while its slice lasts, it is firm.
 
 A model that grows page by page would recall page by page. So others are asked for more than it wants now: for 1/64 of
 the capacity, doubled with each further recall, up to 1/8; or for what the session says that it will want, within the
@@ -116,6 +117,10 @@ class GuestToAsk(NamedTuple):
     firm: int = 0
 
 
+class GuestsThatCanGo(dict[tuple[str, bool], list[GuestToAsk]]):
+    """Which guests could be asked for a guest of a tenant; True: or will be when their slices are over."""
+
+
 class Schedule:
     """The order of the requests that wait at each location."""
 
@@ -168,7 +173,9 @@ class Schedule:
         elif 2 * free > hold.hoped:  # else nobody has given it back
             times = self._wasted[tenant].times + 1 if tenant in self._wasted else 1
             # Tenants come and go: what is long over is forgotten.
-            self._wasted = {name: one for name, one in self._wasted.items() if now < one.until + doubled(one.times)}
+            self._wasted = {
+                name: wasted for name, wasted in self._wasted.items() if now < wasted.until + doubled(wasted.times)
+            }
             self._wasted[tenant] = Wasted(times, now + doubled(times), hold.hoped)
 
     @property
@@ -230,7 +237,8 @@ class Schedule:
             group.name,
             group.key,
         )
-        rooms = {level[0]: level[-1] for level in admission.levels(name, location, is_trusted)}
+        bound = admission.bound(name, location, is_trusted)
+        rooms = {level[0]: level[-1] for level in admission.levels(name, location, is_trusted, bound)}
         if group.key.alone is None:  # each model has its own limit: see `above_limit`
             rooms.pop(Reason.MODEL_LIMIT, None)
         room, guaranteed = min(rooms.values()), admission.guaranteed_room(name, location)
@@ -241,7 +249,7 @@ class Schedule:
                 limit = min(limit, max(room, guaranteed))
             if self._books.recallable.is_possible:
                 most = policy.MAX_BYTES
-        return Look(group, room, admission.bound(name, location, is_trusted), guaranteed, most), limit
+        return Look(group, room, bound, guaranteed, most), limit
 
     def _first(self, location: Location, looks: Sequence[Look], now: int) -> DebitRequest | None:
         """Return the request to grant first; if requests without room come before those that have it, recall."""
@@ -253,7 +261,7 @@ class Schedule:
             if self._keeps_its_place(location, demand, now):
                 return None
             looks = self._without_keepers(location, looks)
-        looks = self._behind_an_aged_guest(looks, now)
+        looks = self._behind_an_aged_guest(location, looks, now)
         passed_over = demand is not None
         shares = self._current(location)
         ready = self._ready_within(looks, shares)
@@ -290,18 +298,18 @@ class Schedule:
         """
         found: DebitRequest | None = None
         reaches = [(look.group.oldest(min(look.most, look.room)), look) for look in looks]
-        calls = [(one.event.call, number) for number, (one, _) in enumerate(reaches) if one is not None]
+        calls = [(request.event.call, number) for number, (request, _) in enumerate(reaches) if request is not None]
         for call, number in sorted(calls):
             if found is not None and found.event.call < call:
                 break
             look = looks[number]
-            one = self._entitled(look.group, shares).oldest(min(look.most, look.bound, look.room))
-            if one is not None and (found is None or one.event.call < found.event.call):
-                found = one
+            request = self._entitled(look.group, shares).oldest(min(look.most, look.bound, look.room))
+            if request is not None and (found is None or request.event.call < found.event.call):
+                found = request
         return found
 
     def _beside_holds(self, location: Location, looks: Sequence[Look], shares: Division) -> DebitRequest | None:
-        """Return the oldest request that has room beside what the holds of other models keep."""
+        """Return the oldest request that has room beside what the holds of other models keep; of guests, by turn."""
         free, held = self._books.ledger.totals[location].free, self._held(location, shares)
         beside = free - self._held_beside(None, held)
         found = [look.group.oldest(min(look.room, beside)) for look in looks]
@@ -311,63 +319,92 @@ class Schedule:
             for line in self._lines.of_model(name, location):
                 if line.group.key in by_group:
                     found.append(line.oldest(min(by_group[line.group.key].room, beside)))
-        return _first_of(found)
+        first = _first_of(found)
+        if first is None or not first.is_guest:
+            return first
+        return min(
+            [request for request in found if request is not None and request.is_guest],
+            key=lambda request: self._turn(location, request),
+        )
 
     def _takes_turns(self, location: Location, looks: Sequence[Look], now: int) -> bool:
-        """Recall other guests for the oldest guest that can run without them. Say whether others must wait for it."""
-        found = [(look.group.oldest(look.most), look) for look in looks if look.group.key.is_guest]
-        guests = [(one.event.call, one, look) for one, look in found if one is not None and one.size > look.room]
-        return any(self._has_its_turn(one, look, now) for _, one, look in sorted(guests, key=lambda each: each[0]))
+        """Recall guests for the first one in turn that can run then. Say whether others must wait for it."""
+        guests, known = self._in_turn(location, looks), GuestsThatCanGo()
+        return any(
+            self._has_its_turn(request, look, now, known) for request, look in guests if request.size > look.room
+        )
 
-    def _behind_an_aged_guest(self, looks: Sequence[Look], now: int) -> Sequence[Look]:
-        """Leave out guests that came after one that has waited longer than two slices, if it can run after them."""
+    def _in_turn(self, location: Location, looks: Sequence[Look]) -> Sequence[tuple[DebitRequest, Look]]:
+        """Return the guest of each line that has its turn first, of the tenant first whose last turn is longest ago.
+
+        So a tenant does not have more turns than another one because it has more guests.
+        """
         found = [(look.group.oldest(look.most), look) for look in looks if look.group.key.is_guest]
-        guests = sorted([(one.event.call, number) for number, (one, _) in enumerate(found) if one is not None])
-        for call, number in guests:
-            one, look = found[number]
-            assert one is not None
-            if now - one.since <= 2 * self._books.rules.slice_ns:
-                break
-            short = self._short_of(one)
-            if short <= 0 or self._in_its_way(one, look, short, after_slices=True):
-                later = {found[other][1].group.key for after, other in guests if after > call}
+        guests = [(request, look) for request, look in found if request is not None]
+        return sorted(guests, key=lambda each: self._turn(location, each[0]))
+
+    def _turn(self, location: Location, request: DebitRequest) -> tuple[int, int]:
+        return self._books.recallable.turns.get((request.name.tenant, location), -1), request.event.call
+
+    def _behind_an_aged_guest(self, location: Location, looks: Sequence[Look], now: int) -> Sequence[Look]:
+        """Leave out guests whose turn is after one that has waited longer than two slices, if it can run after them."""
+        guests, slice_ns = self._in_turn(location, looks), self._books.rules.slice_ns
+        known = GuestsThatCanGo()
+        for place, (request, look) in enumerate(guests):
+            if now - request.since <= 2 * slice_ns:
+                continue
+            short = self._short_of(request)
+            if short > 0:
+                can_run = bool(self._in_its_way(request, look, short, known, after_slices=True))
+            else:  # but it may be a limit that keeps it
+                can_run = request.size <= look.room or self._is_on_its_way(location)
+            if can_run:
+                later = {
+                    after.group.key
+                    for waiting, after in guests[place + 1 :]
+                    if not self._books.recallable.begins_turn(waiting.name.tenant, location, now, slice_ns)
+                }
                 return [look for look in looks if look.group.key not in later]
         return looks
 
-    def _has_its_turn(self, one: DebitRequest, look: Look, now: int) -> bool:
+    def _has_its_turn(self, request: DebitRequest, look: Look, now: int, known: GuestsThatCanGo) -> bool:
         """Recall guests whose slices are over for a guest that waits, if it can run then. Say whether it can."""
-        short = self._short_of(one)
+        short = self._short_of(request)
         if short <= 0:  # what was asked for its turn is not all there yet, or is held for others
-            return self._is_on_its_way(one.location)
-        asked = self._in_its_way(one, look, short)
-        for guest in asked:
-            self._recalls.ask_guest(guest.borrower, now, one.name)
-        return bool(asked) and self._is_on_its_way(one.location)
+            return self._is_on_its_way(request.location)
+        asked = self._in_its_way(request, look, short, known)
+        if self._recalls.ask_guests([guest.borrower for guest in asked], now, request.name):
+            known.clear()
+        return bool(asked) and self._is_on_its_way(request.location)
 
-    def _short_of(self, one: DebitRequest) -> int:
+    def _short_of(self, request: DebitRequest) -> int:
         """Return how many bytes a request lacks that are neither free nor recalled already."""
-        books, location = self._books, one.location
-        unlent = books.admission.unlent_beside(one.name.tenant, location)
-        return one.size - books.ledger.totals[location].free + unlent - books.recallable.coming(location)
+        books, location = self._books, request.location
+        unlent = books.admission.unlent_beside(request.name.tenant, location)
+        return request.size - books.ledger.totals[location].free + unlent - books.recallable.coming(location)
 
     def _in_its_way(
-        self, one: DebitRequest, look: Look, short: int, *, after_slices: bool = False
+        self, request: DebitRequest, look: Look, short: int, known: GuestsThatCanGo, *, after_slices: bool = False
     ) -> Sequence[GuestToAsk]:
         """Return which guests must go so that a guest can run that is `short` of so many bytes; none if it cannot.
 
-        They are those whose slices are over; `after_slices`: or will be.
+        They are those whose slices are over; `after_slices`: or will be. `known` is kept until a guest is asked.
         """
-        state, location, tenant = self._books.recallable, one.location, one.name.tenant
-        beyond = one.size - look.bound - state.coming(location)
-        found = []
-        for borrower in state.idlest(location):
-            is_able = state.answers(borrower.session, borrower.name) and borrower not in state.recalls
-            is_other = borrower.session != one.event.session
-            if is_able and is_other and state.can_go(borrower, tenant, after_slices=after_slices):
-                size = state.extents_of(borrower)
-                firm = 0 if state.bytes_of(borrower) else size  # but not for its own tenant
-                found.append(GuestToAsk(borrower, size, firm))
-        return _fewest(found, short, beyond)
+        state, location, tenant = self._books.recallable, request.location, request.name.tenant
+        beyond = request.size - look.bound - state.coming(location)
+        key = tenant, after_slices
+        if key not in known:
+            can_go = state.that_can_go(location, wanted_by=tenant, after_slices=after_slices)
+            for_all = state.that_can_go(location)
+            known[key] = found = []
+            for borrower in state.idlest(location):
+                is_able = state.answers(borrower.session, borrower.name) and borrower not in state.recalls
+                if is_able and borrower in can_go:
+                    size = state.extents_of(borrower)
+                    firm = 0 if state.bytes_of(borrower, for_all) else size  # but not for its own tenant
+                    found.append(GuestToAsk(borrower, size, firm))
+        others = [guest for guest in known[key] if guest.borrower.session != request.event.session]
+        return _fewest(others, short, beyond)
 
     def _without_keepers(self, location: Location, looks: Sequence[Look]) -> list[Look]:
         """Leave out the lines of tenants that keep some of what was recalled: they do not borrow what came of it."""
@@ -390,11 +427,13 @@ class Schedule:
         """Return the requests of a group that stay within their models' shares, if there is room."""
         return group.entitled(shares.of_tenant(group.key.tenant), self._books.admission.lent)
 
-    def _is_entitled(self, one: DebitRequest, shares: Mapping[ModelName, int]) -> bool:
+    def _is_entitled(self, request: DebitRequest, shares: Mapping[ModelName, int]) -> bool:
         """Say whether a request stays within its model's share, and only the room is missing for it."""
-        is_trusted = self._books.recallable.is_trusted(one.borrower, one.name, one.location)
-        bound = self._books.admission.bound(one.name, one.location, is_trusted)
-        return one.size <= min(bound, shares.get(one.name, 0) - self._books.admission.lent(one.name, one.location))
+        is_trusted = self._books.recallable.is_trusted(request.borrower, request.name, request.location)
+        bound = self._books.admission.bound(request.name, request.location, is_trusted)
+        return request.size <= min(
+            bound, shares.get(request.name, 0) - self._books.admission.lent(request.name, request.location)
+        )
 
     def _held(self, location: Location, shares: Mapping[ModelName, int]) -> Counter[ModelName]:
         """Return what the hold of each model keeps from requests of others that are beyond their shares."""
@@ -423,20 +462,20 @@ class Schedule:
             group.size(admission.guaranteed_room(group.name, location)) for group in self._lines.at(location)
         )
 
-    def leaves(self, one: DebitRequest) -> int:
+    def leaves(self, request: DebitRequest) -> int:
         """Return how many free bytes the others leave to a request that is decided although its turn has not come.
 
         Without the others there would be room for it.
         """
-        location, admission = one.location, self._books.admission
+        location, admission = request.location, self._books.admission
         free = self._books.ledger.totals[location].free
         is_possible = self._books.recallable.is_possible or self.has_holds
-        if not is_possible or admission.is_guaranteed(one.name, location, one.size):
+        if not is_possible or admission.is_guaranteed(request.name, location, request.size):
             return free
-        shares = self.divide(location, beside=one)
-        is_entitled = self._is_entitled(one, shares)
+        shares = self.divide(location, beside=request)
+        is_entitled = self._is_entitled(request, shares)
         first = 0
-        keeps = one.name.tenant in self._books.recallable.keeping(location)
+        keeps = request.name.tenant in self._books.recallable.keeping(location)
         counts = keeps or not is_entitled or self._is_on_its_way(location)
         for group in self._lines.at(location) if counts else ():
             name, (_, _, is_timed, is_trusted, *_) = group.name, group.key
@@ -447,7 +486,7 @@ class Schedule:
             if not is_entitled:
                 entitled, bound = self._entitled(group, shares), admission.bound(name, location, is_trusted)
                 first += max(0, entitled.size(bound) - entitled.size(most))
-        held = 0 if is_entitled else self._held_beside(one.name, self._held(location, shares))
+        held = 0 if is_entitled else self._held_beside(request.name, self._held(location, shares))
         if not is_entitled and self._books.recallable.coming(location):
             guests = [group for group in self._lines.at(location) if group.key.is_guest and group.key.is_timed]
             first += max([group.largest.size for group in guests], default=0)  # others are recalled for its turn
@@ -534,9 +573,8 @@ class Schedule:
         for more, name in excess:
             if left > 0:
                 left -= self._recalls.ask(name, location, min(more, left), now, wanted_by)
-        for guest in guests:
-            left += guest.size - self._recalls.ask_guest(guest.borrower, now, wanted_by)
-        return left
+        asked = self._recalls.ask_guests([guest.borrower for guest in guests], now, wanted_by)
+        return left + sum([guest.size for guest in guests]) - asked
 
     def _guests(
         self,
@@ -552,9 +590,9 @@ class Schedule:
             return []
         taken = Counter({name: min(more, state.in_pieces(name, location, now)) for name, more in excess.items()})
         short -= taken.total()
-        found, left = list[GuestToAsk](), short
+        found, left, can_go = list[GuestToAsk](), short, state.that_can_go(location)
         for borrower in state.idlest(location) if short > 0 else ():
-            name, size = borrower.name, state.more_of(borrower, now)
+            name, size = borrower.name, state.more_of(borrower, now, can_go)
             above = self._not_asked(name, location) - taken[name] - shares.get(name, 0)
             if name in excess and above > 0 and left > 0 and size:
                 found.append(GuestToAsk(borrower, size))
@@ -567,19 +605,20 @@ class Schedule:
         limit = self._not_asked(name, location) - size
         guests = self._guests(location, size, now, {name: size}, {name: limit}) if size > 0 else []
         asked = self._recalls.ask(name, location, size - sum([guest.size for guest in guests]), now)
-        return asked + sum([self._recalls.ask_guest(guest.borrower, now) for guest in guests])
+        return asked + self._recalls.ask_guests([guest.borrower for guest in guests], now)
 
     def _excess(self, location: Location, shares: Mapping[ModelName, int], now: int) -> list[tuple[int, ModelName]]:
         """Return how much models have above their shares, the most first; only models that can be asked for it now."""
         state = self._books.recallable
         excess = [(self._not_asked(name, location) - shares.get(name, 0), name) for name in state.models(location)]
-        found = [one for one in excess if one[0] > 0 and state.is_able(one[1], location, now)]
-        return sorted(found, key=lambda one: (-one[0], one[1]))
+        can_go = state.that_can_go(location) if state.guests else ()
+        found = [(more, name) for more, name in excess if more > 0 and state.is_able(name, location, now, can_go)]
+        return sorted(found, key=lambda entry: (-entry[0], entry[1]))
 
     def _short(self, location: Location, demand: Demand, shares: Mapping[ModelName, int]) -> int:
         """Return how many of the bytes that requests and holds want are neither free nor recalled already."""
         admission = self._books.admission
-        reaches = {reach.group.key: reach for reach in demand.reaches}
+        reaches = {reach.group: reach for reach in demand.reaches}
         by_tenant = Counter[str]()
         for reach in demand.reaches:
             by_tenant[reach.group.key.tenant] += reach.requests.size(reach.most)
@@ -587,11 +626,9 @@ class Schedule:
             by_tenant[demand.beside.name.tenant] += demand.beside.size
         for name, size in self._held(location, shares).items():
             found = [
-                (line, reaches[line.group.key])
-                for line in self._lines.of_model(name, location)
-                if line.group.key in reaches
+                (line, reaches[line.group]) for line in self._lines.of_model(name, location) if line.group in reaches
             ]
-            wanted = sum([one.size for line, reach in found for one in reach.requests.of(line, reach.most)])
+            wanted = sum([request.size for line, reach in found for request in reach.requests.of(line, reach.most)])
             if demand.beside is not None and demand.beside.name == name:
                 wanted += demand.beside.size
             by_tenant[name.tenant] += max(0, size - wanted)
@@ -607,10 +644,10 @@ class Schedule:
         if demand.beside is not None:
             return {demand.beside.name: (demand.beside.size, demand.beside.wanted)}
         models: dict[ModelName, tuple[int, int]] = {}
-        reaches = {reach.group.key: reach for reach in demand.reaches}
+        reaches = {reach.group: reach for reach in demand.reaches}
         in_order = heapq.merge(*[reach.requests.lines_up_to(reach.most) for reach in demand.reaches], key=number_of)
         for line in itertools.islice(in_order, MOST_HELD):
-            reach = reaches[line.group.key]
+            reach = reaches[line.group]
             before, (size, wanted) = models.get(line.key.name, (0, 0)), wanted_by(reach.requests.of(line, reach.most))
             models[line.key.name] = before[0] + size, before[1] + wanted
         return models
@@ -630,28 +667,28 @@ class Schedule:
         self._holds[name, location] = Hold(size, step, now + HOLD_NS, hoped)
         self._books.ledger.touched.add((name, location))
 
-    def refused(self, one: DebitRequest, now: int) -> None:
+    def refused(self, request: DebitRequest, now: int) -> None:
         """Recall memory for a refused request, so that the next one finds it: once in `recall_ns` for each model."""
-        key, location = (one.name, one.location), one.location
+        key, location = (request.name, request.location), request.location
         if not self._books.recallable.is_possible or self._asked_for.get(key, 0) > now:
             return
         self.divide_again()
-        is_guaranteed = self._books.admission.is_guaranteed(one.name, location, one.size)
-        if is_guaranteed or self._is_entitled(one, self.divide(location, beside=one)):
+        is_guaranteed = self._books.admission.is_guaranteed(request.name, location, request.size)
+        if is_guaranteed or self._is_entitled(request, self.divide(location, beside=request)):
             # Models come and go: what is over is forgotten.
             self._asked_for = {other: until for other, until in self._asked_for.items() if until > now}
             self._asked_for[key] = now + self._books.rules.recall_ns
-            self._recall(location, Demand(one.name, (), one), now, beside=one)
+            self._recall(location, Demand(request.name, (), request), now, beside=request)
         self.divide_again()
 
-    def recall_for_device(self, one: DebitRequest, now: int) -> None:
+    def recall_for_device(self, request: DebitRequest, now: int) -> None:
         """Recall as much as a guaranteed request wants: the books have room for it, but the device does not.
 
         Ask the models that would have more than their share if the device were smaller by as much.
         """
-        short = one.size - self._books.recallable.coming(one.location)
-        shares = self.divide(one.location, less=one.size)
-        self._ask_for(one.location, short, now, one.name, shares, less=one.size)
+        short = request.size - self._books.recallable.coming(request.location)
+        shares = self.divide(request.location, less=request.size)
+        self._ask_for(request.location, short, now, request.name, shares, less=request.size)
 
     def recall_above_limits(self, now: int) -> None:
         """Recall what models and tenants have above their limits. A limit was lowered, or a kept part can be asked for
@@ -691,7 +728,7 @@ def _oldest(reaches: Sequence[Reach]) -> DebitRequest | None:
 
 def _first_of(found: Sequence[DebitRequest | None]) -> DebitRequest | None:
     """Return the oldest of these requests, if there is one."""
-    return min([one for one in found if one is not None], key=call_of, default=None)
+    return min([request for request in found if request is not None], key=call_of, default=None)
 
 
 def _fewest(found: Sequence[GuestToAsk], short: int, firm: int = 0) -> Sequence[GuestToAsk]:

@@ -147,11 +147,12 @@ class Sessions:
 
     def credit_all(self, row: SessionRow, cause: str) -> None:
         """Credit all that a session is charged, and let it leave its segments: its process or an operator says so."""
-        if row.extents:
-            self._books.record(ft.Credited(row.session, tuple(row.extents), cause))
-        self._segments.leave_all(row, cause)
-        for name, location in list(row.charges):  # what is left is declared
-            self._books.record(ft.DeclarationSet(row.session, name, location, 0))
+        with self._books.recallable.guests_counted_once():
+            if row.extents:
+                self._books.record(ft.Credited(row.session, tuple(row.extents), cause))
+            self._segments.leave_all(row, cause)
+            for name, location in list(row.charges):  # what is left is declared
+                self._books.record(ft.DeclarationSet(row.session, name, location, 0))
 
     def end(self, row: SessionRow, now: int) -> None:
         """Remove a session whose charges are all credited."""
@@ -200,7 +201,8 @@ class Sessions:
         self._segments.give_up_seals(session)
         self._lending.forget(session, now)
         self._lending.begin(session)
-        gone = self._reconcile(row, event)
+        with self._books.recallable.guests_counted_once():
+            gone = self._reconcile(row, event)
         self._books.record(ft.SessionMoved(session, "resumed", now))
         unknown_segments = [segment for segment in event.segments if segment not in row.segments]
         result = fx.Reconciled(

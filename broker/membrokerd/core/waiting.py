@@ -31,6 +31,7 @@ from .books import Books
 from .deadlines import Deadlines
 from .denied import Denied, Reason, deny
 from .names import Location, ModelName
+from .recallable import too_many
 from .request_lines import RequestLines, call_of
 from .requests import GRANT, DebitRequest, Decision, Grant, Refuse, Wait
 from .schedule import Schedule
@@ -206,6 +207,9 @@ class Waiting:
         limit = rules.max_waiting_per_tenant
         if wait and self._of_tenant[request.name.tenant] >= limit:
             return deny(Reason.TOO_MANY_REQUESTS, limit=limit, whose="tenant", calls="requests that wait for memory")
+        if wait and request.is_guest:
+            guests = [group for group in self._lines.at(request.location) if group.key.is_guest]
+            return too_many([group.key.tenant for group in guests for _ in range(len(group))], request.name.tenant)
         return None
 
     # --- the device is full ---

@@ -70,11 +70,12 @@ class Crowd:
             return count
 
         before = sys.gettrace()
-        sys.settrace(count)
-        try:
-            return self.step(event)
-        finally:
-            sys.settrace(before)
+        with without_collections():
+            sys.settrace(count)
+            try:
+                return self.step(event)
+            finally:
+                sys.settrace(before)
 
     def want(self, pages: int) -> list[fx.SendRecall]:
         """Return what is asked for when the other tenant wants some pages, and waits for them."""
