@@ -91,22 +91,21 @@ class Broker:
             ev.Audit: self._audit,
             ev.SetQuota: lambda event, _: models.set_quota(event),
             ev.CancelWait: self._cancel_wait,
+            ev.InputsDrained: lambda event, now: waiting.inputs_drained(event.call, now),
         }
 
     def step(self, event: ev.Event, now: int) -> Step:
         """Take one event at `now` (nanoseconds of CLOCK_MONOTONIC) and return what follows from it."""
-        books, waiting = self.books, self.waiting
+        books, waiting, recalls, attaches = self.books, self.waiting, self.recalls, self.segments.attaches
         effects, facts = books.begin_step()
-        if self.segments.attaches.deadline is not None:
-            self.segments.attaches.begin_step()
+        if attaches.deadline is not None:
+            attaches.begin_step()
         if not isinstance(event, _OUTCOMES):
-            self.recalls.room = MOST_AT_ONCE
+            recalls.room = MOST_AT_ONCE
         if waiting.busy:
             waiting.begin_step(event)
             self.schedule.elapsed(now)
-        if type(event) is ev.InputsDrained:
-            waiting.inputs_drained(event.call, now)
-        elif isinstance(event, _REQUESTS) and (denied := self._refuse_request(event)) is not None:
+        if isinstance(event, _REQUESTS) and (denied := self._refuse_request(event)) is not None:
             self._answer_refused(event, denied)
         else:
             self._handlers[type(event)](event, now)
@@ -122,8 +121,8 @@ class Broker:
             self.lines.follow()
         if len(books.ledger.touched) > MOST_CHANGES:
             self.schedule.follow()
-        is_quiet = not waiting.busy and self.recalls.deadline is None and self.segments.attaches.deadline is None
-        return Step(effects, facts, None if is_quiet and self.recalls.room else self.deadline)
+        is_quiet = not waiting.busy and recalls.deadline is None and attaches.deadline is None
+        return Step(effects, facts, None if is_quiet and recalls.room else self.deadline)
 
     def _cancel_wait(self, event: ev.CancelWait, now: int) -> None:
         self.waiting.cancel(event, now)

@@ -44,8 +44,9 @@ class LineKey(NamedTuple):
 class GroupKey(NamedTuple):
     """What the lines of one group have in common: as in `LineKey`, and the tenant.
 
-    `alone` is the model of a line that is a group of its own, because its requests can have more or less than those of
-    others: they do not wait, or are of a guest, or their model has a guarantee of its own or is marked.
+    `is_marked`: their models keep what they are asked for. `alone` is the model of a line that is a group of its own,
+    because its requests can have more or less than those of others: they do not wait, or are of a guest, or their model
+    has a guarantee of its own.
     """
 
     tenant: str
@@ -54,6 +55,7 @@ class GroupKey(NamedTuple):
     is_trusted: bool
     is_asked: bool
     is_guest: bool
+    is_marked: bool
     alone: ModelName | None
 
 
@@ -214,6 +216,10 @@ class Entitled(BySize):
         self._shares: Mapping[ModelName, int] = {}
         self._found: dict[ModelName, list[DebitRequest]] = {}
         """By model: its requests that are among these. No entry is empty."""
+        self._rooms: dict[ModelName, int] = {}
+        """By model of `_found`: how much less than its share it has."""
+        self.room = 0
+        """The same of all these models together. Their requests may want more than that together."""
 
     def follow(self, shares: Mapping[ModelName, int], lent: Callable[..., int]) -> None:
         """Look again at the lines that are stale, or whose models have another share."""
@@ -223,10 +229,15 @@ class Entitled(BySize):
         gone, new = set[int](), list[DebitRequest]()
         for name in self.stale:
             line, share = self._lines.get(name), shares.get(name)
-            found = [] if line is None or share is None else line.up_to(share - lent(name, line.key.location))
+            found, room = list[DebitRequest](), 0
+            if line is not None and share is not None:
+                room = share - lent(name, line.key.location)
+                found = line.up_to(room)
             known = self._found.pop(name, [])
+            self.room -= self._rooms.pop(name, 0)
             if found:
-                self._found[name] = found
+                self._found[name], self._rooms[name] = found, room
+                self.room += room
             if found != known:
                 gone.update([request.event.call for request in known])
                 new += found
@@ -482,9 +493,9 @@ class RequestLines:
         """Return the group of a line, which may be a new one."""
         name, location, is_timed, is_trusted, is_asked, is_guest = line
         admission, is_marked = self._books.admission, self._books.recallable.is_marked(name, location)
-        is_alone = not is_timed or is_guest or is_marked or admission.has_own_guarantee(name, location)
+        is_alone = not is_timed or is_guest or admission.has_own_guarantee(name, location)
         alone = name if is_alone else None
-        key = GroupKey(name.tenant, location, is_timed, is_trusted, is_asked, is_guest, alone)
+        key = GroupKey(name.tenant, location, is_timed, is_trusted, is_asked, is_guest, is_marked, alone)
         groups = self._groups[location]
         if key not in groups:
             groups[key] = LineGroup(key)

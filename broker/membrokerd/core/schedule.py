@@ -492,6 +492,26 @@ class Schedule:
             first += max([group.largest.size for group in guests], default=0)  # others are recalled for its turn
         return max(0, free - first - held)
 
+    def due(self, request: DebitRequest) -> int:
+        """Return the bytes that requests with room could be granted now before one whose turn has not come.
+
+        If that one is within its model's share, only those come before it that are, too.
+        """
+        location, due = request.location, 0
+        shares = self.divide(location, beside=request)
+        is_entitled = self._is_entitled(request, shares)
+        for group in self._lines.at(location):
+            if not group.key.is_timed:
+                continue
+            look, _ = self._look(group)
+            size = group.size(look.room)
+            if is_entitled:
+                entitled = self._entitled(group, shares)
+                size = min(entitled.room, entitled.size(min(look.bound, look.room)))
+                size = max(size, group.size(min(look.guaranteed, look.room)))
+            due += min(look.room, size)
+        return due
+
     # --- shares ---
 
     def _current(self, location: Location) -> Division:

@@ -55,6 +55,9 @@ def fill(room: int, items: Sequence[Item], granule: int) -> list[int]:
     Each gets its `low`, even if that is more than there is. Items of weight 0 get what the others leave, in equal
     parts. An item never gets less when its `high` grows by whole granules.
     """
+    if len(items) == 1:
+        _, low, high, *_ = items[0]
+        return [max(low, min(room, high))]
     found = [item[1] for item in items]
     left = room - sum(found)
     if left <= 0:

@@ -40,10 +40,11 @@ from .traffic import CallInFlight
 MOST_AT_ONCE = 16
 """How many requests are granted or time out in one step. The others follow in the next: see `deadline`."""
 MOST_LOOKS = 2_000
-"""How many models with requests one step may look at to decide those. One decision is always made.
+"""How many models with requests one step may look at to decide those: in one look at all, at least.
 
-A decision looks at the tenants, and at those models of which something has changed. It may divide the memory of all
-tenants again, and again when it has recalled some: that is up to 10 us of CPU for each model that has a share.
+A look is at the tenants, and at those models of which something has changed. It may divide the memory of all tenants
+again, and again when it has recalled some: that is up to 10 us of CPU for each model that has a share. What a look that
+has recalled memory or granted a request leaves to look at is left to the next step, if these are many.
 """
 
 
@@ -82,8 +83,12 @@ class Waiting:
         """When the first wait ends, in nanoseconds."""
         self.left_over = False
         """Whether a step ended before every request had its turn. The others have theirs at `Elapsed`, at once."""
+        self._is_sure = False
+        """Whether a look has found a request that is left over. Else there may be none, and the next step looks."""
         self._turns = 0
         """How many requests were decided since `begin_step`."""
+        self._looks = 0
+        """How many looks that took, and further ones at what had changed."""
 
     def has(self, session: int, request_id: int) -> bool:
         """Say whether a request with this id waits."""
@@ -150,12 +155,12 @@ class Waiting:
     def _leaves(self, request: DebitRequest) -> int:
         """Return how many free bytes the others leave to a request that is decided although its turn has not come.
 
-        While requests are left over from the last step, the bytes that they wait for are kept for them.
+        While requests are left over from the last step, what is theirs before it is kept for them.
         """
-        left, location = self._schedule.leaves(request), request.location
+        left = self._schedule.leaves(request)
         if self.left_over and not request.guaranteed:
-            free = self._books.ledger.totals[location].free
-            left = max(0, min(left, free - self.of_location(location)[0]))
+            free = self._books.ledger.totals[request.location].free
+            left = max(0, min(left, free - self._schedule.due(request)))
         return left
 
     def _yielding(self, request: DebitRequest, left: int) -> Denied:
@@ -224,7 +229,8 @@ class Waiting:
         wait = self._wait_ns(request, guaranteed)
         deadline = request.since + wait
         is_open = self._books.ledger.sessions[request.event.session].state == "open"
-        if not is_open or deadline <= now:
+        is_asked = self._books.recallable.asked_of(request.event.session, request.name, request.location) > 0
+        if not is_open or deadline <= now or (is_asked and not guaranteed):
             return False
         if self._books.stopping or self._books.refuse_debit() or self._refuse_one_more(request, wait):
             return False
@@ -269,6 +275,7 @@ class Waiting:
         request = self._waiters.get(call)
         if request is not None:
             self._remove(request, "wait ends")
+            self._make_sure(now)
             self.settle(request, now)
 
     def settle_older(self, event: ev.Declare, now: int) -> None:
@@ -278,6 +285,7 @@ class Waiting:
             older = request.event
             if isinstance(older, ev.Declare) and (older.session, older.name, older.location) == what:
                 self._remove(request, "wait ends")
+                self._make_sure(now)
                 self.settle(request, now)
 
     def give_up(self, session: int, now: int) -> None:
@@ -389,7 +397,7 @@ class Waiting:
         if type(event) is ev.Elapsed:
             self.left_over = False
         if not isinstance(event, ev.Made | ev.NotMade):
-            self._turns = 0
+            self._turns = self._looks = 0
 
     def next(self, now: int) -> DebitRequest | None:
         """Return the request to settle next, because its turn has come or its wait ends; None: no request."""
@@ -398,9 +406,9 @@ class Waiting:
         found = self._next(now) if self._timed or self._schedule.has_holds else None
         self.busy = bool(self._timed) or self._schedule.has_holds
         if not self.busy:
-            self._turns = 0
-        most = min(MOST_AT_ONCE, max(1, MOST_LOOKS // max(1, len(self._sums))))
-        self.left_over = found is not None and self._turns >= most and not self._books.stopping
+            self._turns = self._looks = 0
+        if found is not None and self._turns >= MOST_AT_ONCE and not self._books.stopping:
+            self.left_over = self._is_sure = True
         if found is None or self.left_over:
             self._schedule.divide_again()
             return None
@@ -409,6 +417,13 @@ class Waiting:
         request.has_turn = has_turn
         self._remove(request, "its turn" if has_turn else "wait ends")
         return request
+
+    def _make_sure(self, now: int) -> None:
+        """Look whether a request is left over, if the step before had no time to."""
+        if self.left_over and not self._is_sure:
+            self._looks, self.left_over = 0, False
+            self.left_over = self._next(now) is not None or self.left_over
+            self._is_sure = self.left_over
 
     def _next(self, now: int) -> tuple[DebitRequest, bool] | None:
         books = self._books

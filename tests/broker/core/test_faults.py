@@ -288,6 +288,46 @@ def test_who_does_not_wait_overtakes_nobody_who_is_left_over(story: Story, besid
     assert lent(story) == 80 + (0 if beside else size)
 
 
+@pytest.mark.parametrize("size", [2, 100])
+def test_who_does_not_wait_is_refused_for_nobody_beyond_a_share(story: Story, size: int) -> None:
+    """24 requests of a tenant are left over, and 150 bytes. Another tenant has nothing, and comes before most."""
+    holder, waiters = story.open(), [story.open() for _ in range(4)]
+    story.tell(ev.Declare(story.call(), holder, 2, MODEL, "device", 4096))
+    for session in waiters:
+        for number in range(10):
+            story.tell(ev.Allocate(story.call(), session, 2 + number, MODEL, "device", 100, 1, 1_000))
+    story.tell(ev.Declare(story.call(), holder, 3, MODEL, "device", 4096 - 16 * 100 - 150))
+    assert story.broker.deadline == 0
+    assert story.broker.waiting.of_location("device")[1] == 24
+    other = ModelName("other", "m")
+    session = story.open("other")
+    story.tell(ev.RegisterModel(story.call(), session, 3, other, None, {}, False))
+    call = story.call()
+    story.tell(ev.Allocate(call, session, 4, other, "device", size, 1, 0))
+    story.tell(ev.InputsDrained(call))
+    assert story.broker.books.admission.lent(other, "device") == size
+    story.tell(ev.Elapsed())
+    assert lent(story) == 4096 - 150 + (102 if size == 2 else 100)
+
+
+def test_who_does_not_wait_is_refused_for_nobody_who_may_be_left_over(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step had no time to look whether anybody else has room, and nobody has: what is free goes at once."""
+    monkeypatch.setattr(waiting, "MOST_LOOKS", 1)
+    session = story.open()
+    story.tell(ev.Declare(story.call(), session, 2, MODEL, "device", 4096))
+    for number, size in enumerate((4, 100)):
+        story.tell(ev.Allocate(story.call(), story.open(), 2 + number, MODEL, "device", size, 1, 1_000))
+    story.tell(ev.Declare(story.call(), session, 3, MODEL, "device", 4088))
+    assert lent(story) == 4092
+    assert story.broker.deadline == 0
+    call = story.call()
+    story.tell(ev.Allocate(call, session, 4, MODEL, "device", 2, 1, 0))
+    story.tell(ev.InputsDrained(call))
+    assert not isinstance(story.answers.get(call), Denied)
+
+
 def test_the_more_models_wait_the_fewer_have_their_turn_in_a_step(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:

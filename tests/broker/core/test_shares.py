@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import secrets
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.simulation.shares import fill as fill_by_definition
+from tests.support.seeds import chosen_seed
 from tests.support.sizes import MIB
 
 from membrokerd.core import effects as fx
@@ -142,16 +142,19 @@ def _borrowers(chance: random.Random, least: int, answering: float) -> tuple[Bro
 
 
 @pytest.mark.parametrize(
-    ("least", "answering"), [(2, 0.7), *(pytest.param(0, chance, marks=pytest.mark.deep) for chance in (0, 0.7))]
+    ("worlds", "least", "answering"),
+    [
+        (600, 2, 0.7),
+        *(pytest.param(3_000, least, chance, marks=pytest.mark.deep) for least, chance in ((2, 0.7), (0, 0), (0, 0.7))),
+    ],
 )
-def test_a_model_that_wants_more_has_no_smaller_share(least: int, answering: float) -> None:
+def test_a_model_that_wants_more_has_no_smaller_share(worlds: int, least: int, answering: float) -> None:
     """A hold that makes a model want more takes nothing of its share, and all shares fit in the memory.
 
     A limit that leaves no room for the guarantees bounds the shares, as far as memory is not firm.
     """
-    print(f"seed {(seed := secrets.randbelow(1 << 31))}")
-    chance = random.Random(seed)
-    for number in range(3_000):
+    chance = random.Random(chosen_seed())
+    for number in range(worlds):
         broker, rules, names = _borrowers(chance, least=least, answering=answering)
         admission, ledger = broker.books.admission, broker.ledger
         divide = Shares(ledger, rules, admission, broker.books.recallable).divide
