@@ -13,6 +13,7 @@ device gate still refuses what does not fit.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from dataclasses import dataclass
 
@@ -184,12 +185,13 @@ class Releasing:
         self._used = {location: seen.get(location) for location in self._used}
 
     def _settle(self, now: int) -> None:
-        """Credit the deaths that are due, newest first, up to the bound of one step."""
-        for _ in range(CREDITS_AT_ONCE):
-            due = next((death for death in reversed(self.deaths) if self._is_due(death, now)), None)
-            if due is None:
-                return
-            self._credit(due, now)
+        """Credit the deaths that are due, newest first, up to the bound of one step.
+
+        Each is looked at once: a credit proves no other death, because it raises `unaccounted`.
+        """
+        due = (death for death in reversed(self.deaths.copy()) if self._is_due(death, now))
+        for death in itertools.islice(due, CREDITS_AT_ONCE):
+            self._credit(death, now)
 
     def _is_due(self, death: Death, now: int) -> bool:
         row = self._row(death)
