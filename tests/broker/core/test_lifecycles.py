@@ -57,8 +57,8 @@ def draw() -> str:
         "",
         "`tests/broker/core/test_lifecycles.py` checks this page against the tables in the code, and writes it when",
         "`MEMBROKER_REWRITE=1` is set. The daemon's are in `broker/membrokerd/core/lifecycles.py`, the library's in",
-        "`client/membroker/session/reconnecting.py` and `client/membroker/memory/lifetime.py`. Any other transition of",
-        "the daemon is a bug and raises an error.",
+        "`reconnecting.py`, `machine.py` and `recalls.py` of `client/membroker/session/`, and in",
+        "`client/membroker/memory/lifetime.py`. Any other transition of the daemon is a bug and raises an error.",
     ]
     for name, table in TABLES.items():
         arrows = [

@@ -22,8 +22,6 @@ from membroker.errors import (
     MembrokerError,
     OutOfMemory,
     ProtocolError,
-    SegmentNotFound,
-    WriterDied,
 )
 from membroker.session.inventory import HeldResources, Inventory, Kind
 from membroker.v1 import broker_pb2
@@ -64,12 +62,6 @@ class TestExtentsAndSegments:
         assert (call.error(), call.taker.taken, call.taker.undone) == (None, [0, 1, 2, 3, 4, 5], 0)
         assert pair[1].hears_nothing()
 
-    def test_refused(self, pair: Pair, packet: dict[str, int]) -> None:
-        call = self.begun(pair, packet, 1)
-        pair[1].refuse(call.id, "WRITER_DIED" if packet else "MODEL_LIMIT")
-        assert isinstance(call.error(), WriterDied if packet else OutOfMemory)
-        assert pair[1].hears_nothing(), "it let go of what it never held"
-
     def test_refused_half_way(self, pair: Pair, packet: dict[str, int]) -> None:
         """The card fills up between two packets: what came is unmapped, then it is let go of, then it raises."""
         call = self.begun(pair, packet, 3)
@@ -92,17 +84,6 @@ class TestExtentsAndSegments:
         assert isinstance(call.error(), RuntimeError)
         assert pair[1].hears_nothing()
 
-    def test_what_nobody_waits_for(self, pair: Pair, packet: dict[str, int]) -> None:
-        """Packets for an unknown call are closed, acknowledged and let go of; the call that read them goes on."""
-        call = Begun(pair, attach())
-        for part in range(3 if packet else 1):
-            pair[1].deliver(call.id + 1000, part, part=part, **packet)
-            assert pair[1].hear("ack").request_id == call.id + 1000
-        hear_let_go(pair[1], packet, 0)
-        pair[1].refuse(call.id, "SEGMENT_NOT_FOUND")
-        assert isinstance(call.error(), SegmentNotFound)
-        assert pair[1].hears_nothing()
-
 
 class TestInterrupted:
     def test_while_mapping(self, pair: Pair) -> None:
@@ -120,7 +101,7 @@ class TestInterrupted:
 
     def test_after_its_answer(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         """The extents are in the inventory already, and the caller never gets them: no resume may state them."""
-        inventory = pair[0]._inventory
+        inventory = pair[0]._calls.inventory
 
         def borrowed(extent_ids: Sequence[int], kind: Kind) -> None:
             Inventory.borrowed(inventory, extent_ids, kind)
@@ -177,56 +158,6 @@ class TestWrongAnswers:
         call.deliver(1, 2, descriptors=[os.memfd_create("extent", os.MFD_CLOEXEC)])
         pair[1].reply(call.id, allocate=granted(2))
         hear_let_go(pair[1], {}, 1, 2)
-        assert isinstance(call.error(), ProtocolError)
-
-    @pytest.mark.parametrize(
-        ("ids", "more"),
-        [
-            ((), {}),
-            ((1,), {}),
-            ((1, 2, 3), {}),
-            ((1, 1), {}),
-            ((1, 2), {"extent_bytes": 4096}),
-            ((1, 2), {"segment": 77}),
-        ],
-        ids=["none", "too few", "too many", "one twice", "of another size", "a segment's"],
-    )
-    def test_a_broker_that_cannot_count(self, pair: Pair, ids: Sequence[int], more: dict[str, Any]) -> None:
-        """The caller gets addresses for two extents, and an address without memory ends its program (SIGSEGV)."""
-        connection, broker = pair
-        call = Begun(pair, allocate(2))
-        if ids:
-            call.deliver(*ids, **more)
-        broker.reply(call.id, allocate=granted(2))
-        if "segment" in more:
-            hear_let_go(broker, SEGMENT)
-        elif ids:
-            assert set(broker.hear("release").release.extent_ids) == set(ids)
-        assert isinstance(call.error(), ProtocolError)
-        assert (call.taker.undone, connection.has_calls) == (1, False)
-        assert broker.hears_nothing()
-
-    @pytest.mark.parametrize(
-        "lie",
-        [{"extents": 3}, {"size_bytes": 4096}, {"generation": 78}],
-        ids=["of more extents", "of another size", "another one"],
-    )
-    def test_a_segment_of_more_than_came(self, pair: Pair, lie: dict[str, int]) -> None:
-        """A reader would be given addresses for all that the answer names."""
-        call, answer = Begun(pair, attach()), segment(2)
-        call.deliver(0, 1, segment=77)
-        for name, value in lie.items():
-            setattr(answer, name, value)
-        pair[1].reply(call.id, segment=answer)
-        hear_let_go(pair[1], SEGMENT)
-        assert isinstance(call.error(), ProtocolError)
-        assert call.taker.undone == 1
-        assert pair[1].hears_nothing()
-
-    @pytest.mark.parametrize("answer", [{"declare": broker_pb2.DeclareMemoryResponse()}, {}], ids=["another's", "none"])
-    def test_an_answer_of_another_kind(self, pair: Pair, answer: dict[str, Any]) -> None:
-        call = Begun(pair, pb.Frame(register_model=broker_pb2.RegisterModelRequest()))
-        pair[1].reply(call.id, **answer)
         assert isinstance(call.error(), ProtocolError)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Collection
 
 import pytest
 from tests.client.session.taking import Begun, Pair, Taker, allocate, granted
@@ -13,7 +14,8 @@ from tests.support.seeds import chosen_seed
 
 from membroker.errors import BrokerUnavailable, OutOfMemory
 from membroker.session.connection import Connection
-from membroker.session.places import MOST_PATIENT, Places
+from membroker.session.inventory import Inventory
+from membroker.session.machine import MOST_PATIENT, Call, Calls
 from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire.names import MAX_CALLS_PER_SESSION
@@ -138,7 +140,36 @@ def test_only_the_thread_of_a_packet_wakes(pair: Pair) -> None:
 
 # The places alone
 
-LINE = "tenants/t/models/m", 0
+LINE = "tenants/t/models/m"
+
+
+class Places:
+    """The calls of a machine, by number."""
+
+    def __init__(self) -> None:
+        self.calls = Calls(Inventory(), "/test/handoff.sock")
+        self.known: dict[int, Call] = {}
+
+    def enter(self, number: int, line: str | None) -> bool:
+        """Begin a call that may wait for memory of a model, or one that does not wait; say whether it is sent."""
+        frame = allocate()
+        frame.request_id, frame.allocate.model = number, line or ""
+        call = self.known[number] = Call(frame, patient=line is not None)
+        return self.calls.begin(call)
+
+    def leave(self, number: int) -> list[int]:
+        """End a call; return those that go on."""
+        return self._go_on(self.calls.over(self.known[number]))
+
+    def hurry(self, number: int) -> list[int]:
+        return self._go_on(self.calls.hurry(self.known[number]))
+
+    def has(self, number: int) -> bool:
+        return number in self.calls.at_broker
+
+    def _go_on(self, admitted: Collection[int]) -> list[int]:
+        assert all(self.calls.begin(self.known[number]) for number in admitted)
+        return list(admitted)
 
 
 def test_the_oldest_is_next() -> None:
@@ -148,49 +179,6 @@ def test_the_oldest_is_next() -> None:
     assert has == [True] * MOST_PATIENT + [False] * (40 - MOST_PATIENT)
     admitted = [next_call for call in range(28) for next_call in places.leave(call)]
     assert admitted == list(range(MOST_PATIENT, 40))
-
-
-def test_a_call_that_does_not_wait_finds_a_place() -> None:
-    """All places for calls that wait are taken for minutes; a call that would be answered at once is not held up."""
-    places = Places()
-    for call in range(40):
-        places.enter(call, LINE)
-    kept = MAX_CALLS_PER_SESSION - MOST_PATIENT
-    assert [places.enter(100 + number, None) for number in range(kept + 1)] == [True] * kept + [False]
-    assert places.leave(100) == [100 + kept]
-
-
-def test_a_call_whose_time_is_over_asks_once_more() -> None:
-    """It goes to the broker before those that may still wait, because it cannot wait there."""
-    places = Places()
-    for call in range(20):
-        places.enter(call, LINE)
-    assert places.hurry(15) == [15]
-    assert places.has(15)
-    assert not places.has(14)
-
-
-def test_a_call_in_front_gives_up() -> None:
-    """Nobody waits for one that has gone."""
-    places = Places()
-    for call in range(MOST_PATIENT + 2):
-        places.enter(call, LINE)
-    assert places.leave(MOST_PATIENT) == []
-    assert places.leave(0) == [MOST_PATIENT + 1]
-
-
-def test_another_model_is_not_held_up() -> None:
-    """All places of those that wait are taken for one model. One call for each of a few others goes all the same."""
-    places = Places()
-    for call in range(40):
-        places.enter(call, LINE)
-    others = MAX_CALLS_PER_SESSION - 1 - MOST_PATIENT
-    assert [places.enter(100 + number, f"model {number}") for number in range(others + 1)] == [True] * others + [False]
-    assert not places.enter(200, "model 0"), "it has its call at the broker"
-    assert places.enter(300, None), "one place is left for calls that do not wait"
-    assert places.leave(300) == []
-    assert places.leave(100) == [103], "the oldest whose line has no call there"
-    assert places.leave(101) == [200]
 
 
 def test_any_order() -> None:

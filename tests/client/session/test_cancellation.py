@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.client.session.taking import Begun, Pair, Taker, allocate, attach
-from tests.client.session.test_calls_in_front import at_the_broker, grant, grant_all, in_front
+from tests.client.session.test_calls_in_front import grant
 from tests.support.daemons import until
 from tests.support.fake_broker import Caller
 
@@ -38,19 +38,6 @@ def test_a_wait_ends_at_the_broker(pair: Pair, frame: pb.Frame) -> None:
     assert not connection.has_calls
 
 
-def test_what_was_granted_meanwhile_goes_back(pair: Pair) -> None:
-    """The grant and the cancellation cross: nothing is mapped, and all of it is released."""
-    connection, broker = pair
-    call = Begun(pair, scope=(scope := CancelScope()))
-    scope.cancel()
-    broker.hear("cancel")
-    grant(broker, call.id)
-    assert isinstance(call.error(), Cancelled)
-    assert call.taker.taken == []
-    assert list(broker.hear("release").release.extent_ids) == [call.id]
-    assert not connection._inventory.held().extents
-
-
 def test_a_call_that_is_complete_goes_back(pair: Pair) -> None:
     """It is cancelled while the last extent is being mapped: it is unmapped again, and released."""
     scope = CancelScope()
@@ -75,18 +62,6 @@ def call_in(scope: CancelScope, connection: Connection) -> Caller:
             return connection.call(allocate(), Taker())
 
     return Caller(call)
-
-
-def test_a_call_in_front(pair: Pair) -> None:
-    """It has no place at the broker, which never hears of it; the others go on."""
-    connection, broker = pair
-    calls = at_the_broker(pair)
-    caller = call_in(scope := CancelScope(), connection)
-    until(lambda: in_front(connection) == 1)
-    scope.cancel()
-    assert isinstance(caller.end().error, Cancelled)
-    assert broker.hears_nothing()
-    grant_all(broker, calls)
 
 
 def test_a_call_that_begins_late(pair: Pair) -> None:
@@ -174,7 +149,7 @@ def test_any_thread_may_cancel_at_any_moment(pair: Pair) -> None:
                         broker.refuse(frame.request_id, "DELIVERY_FAILED")
         caller.end()
         assert caller.error is None or isinstance(caller.error, Cancelled)
-        assert len(connection._inventory.held().extents) == (caller.error is None)
-        connection._inventory.strike_extents(list(connection._inventory.held().extents))
+        assert len(connection._calls.inventory.held().extents) == (caller.error is None)
+        connection._calls.inventory.strike_extents(list(connection._calls.inventory.held().extents))
         while not broker.hears_nothing():
             broker.hear_any()

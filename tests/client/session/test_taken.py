@@ -10,9 +10,9 @@ import threading
 from typing import Any
 
 import pytest
-from tests.client.session.taking import Begun, Pair, Slow, Taker, allocate, attach, granted
+from tests.client.session.taking import Begun, Pair, Slow, attach, granted
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
-from tests.support.fake_broker import Caller, PlayedEnd
+from tests.support.fake_broker import PlayedEnd
 from tests.support.processes import is_settled
 
 import membroker
@@ -35,41 +35,6 @@ def serve(broker: PlayedEnd, request_id: int, extent: int) -> None:
     broker.deliver(request_id, extent, parts=1, reply=LAST)
 
 
-def test_the_next_frame_says_it(pair: Pair) -> None:
-    """A page is borrowed and given back: the release has the count, and so has the next request; there is no Ack."""
-    connection, broker = pair
-    for turn in range(3):
-        caller = Caller(lambda: connection.call(allocate(), Taker()))
-        frame = broker.hear("allocate")
-        assert frame.acknowledged == turn
-        serve(broker, frame.request_id, turn)
-        assert caller.end().error is None
-        assert broker.hears_nothing()
-        connection.release([turn])
-        assert broker.hear("release").acknowledged == turn + 1
-
-
-def test_a_long_call_is_acknowledged_at_once(pair: Pair) -> None:
-    """Its next packet may wait for the window; behind the last one nothing waits."""
-    call = Begun(pair, allocate(3))
-    for part in (0, 1):
-        assert call.deliver(part, part=part, parts=3).acknowledged == part + 1
-    pair[1].deliver(call.id, 2, part=2, parts=3, reply=LAST)
-    assert call.error() is None
-    assert pair[1].hears_nothing()
-
-
-def test_another_call_may_wait_for_the_window(pair: Pair) -> None:
-    """While another call is in flight the broker hears at once that there is room, for it may be that call's."""
-    first, second = Begun(pair), Begun(pair)
-    serve(pair[1], first.id, 1)
-    assert pair[1].hear("ack").acknowledged == 1
-    assert first.error() is None
-    serve(pair[1], second.id, 2)
-    assert second.error() is None
-    assert pair[1].hears_nothing()
-
-
 def test_the_count_has_no_gap(pair: Pair) -> None:
     """A thread is slow to map the first packet, another maps the second: nothing is said before both are taken."""
     broker, slow = pair[1], Slow()
@@ -88,19 +53,9 @@ def test_the_count_has_no_gap(pair: Pair) -> None:
     assert (one.error(), two.error() is None) == (None, False)
 
 
-def test_what_nobody_waits_for(pair: Pair) -> None:
-    """A delivery for an unknown call is counted too: the broker counts all that it sent."""
-    call = Begun(pair)
-    pair[1].deliver(call.id + 1000, 5)
-    assert pair[1].hear("ack").acknowledged == 1
-    assert pair[1].hear("release").acknowledged == 1
-    serve(pair[1], call.id, 6)
-    assert call.error() is None
-
-
 def test_an_older_broker_gets_no_count(pair: Pair) -> None:
     """It would skip the count, and never send a third packet: it gets an Ack for each, by its id."""
-    pair[0]._counts = False
+    pair[0]._calls.counts = False
     call = Begun(pair)
     serve(pair[1], call.id, 1)
     ack = pair[1].hear("ack")
@@ -165,7 +120,7 @@ def test_long_and_short_calls_share_the_window(daemon: Daemon) -> None:
 def test_an_old_client_is_served_as_before(daemon: Daemon) -> None:
     """A library of before the count was there acknowledges by ids: 300 pages, and small ones."""
     with membroker.connect(daemon.endpoint()) as client:
-        client._session.connection._counts = False
+        client._session.connection._calls.counts = False
         model = client.model("m")
         with model.pool(page_size=PAGE, virtual_capacity=120 * PAGE) as pool:
             for _ in range(3):
@@ -186,7 +141,7 @@ def test_a_session_goes_on_counting_after_an_outage(daemon: Daemon) -> None:
         daemon.start_again()
         kept.append(model.allocate(PAGE))
         assert client._session.connection is not before
-        assert client._session.connection._taken.count == 1
+        assert client._session.connection._calls.acknowledged == 1
         with model.pool(page_size=PAGE, virtual_capacity=120 * PAGE) as pool:
             pool.allocate(0, 120 * PAGE)
         for one in kept:

@@ -18,7 +18,7 @@ from tests.system.library.test_waiting import waiting
 import membroker
 from membroker import aio
 from membroker.errors import OutOfMemory, TooMany
-from membroker.session.places import MOST_PATIENT
+from membroker.session.machine import MOST_PATIENT
 
 PAGE = 2 * MIB
 CAPACITY = 64 * MIB

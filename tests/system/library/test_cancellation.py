@@ -18,7 +18,7 @@ from tests.system.library.test_waiting import waiting
 import membroker
 from membroker import versions
 from membroker.errors import Cancelled, OutOfMemory
-from membroker.session.places import MOST_PATIENT
+from membroker.session.machine import MOST_PATIENT
 
 PAGE = 2 * MIB
 CAPACITY = 64 * MIB
@@ -77,7 +77,7 @@ def test_an_attach_ends(daemon: Daemon, client: membroker.Client) -> None:
     scope = membroker.CancelScope()
     with membroker.connect(daemon.endpoint()) as reader:
         caller = in_scope(scope, lambda: reader.attach("weights", timeout=LONG))
-        until(lambda: len(reader._session.connection._calls) == 1)
+        until(lambda: len(reader._session.connection._calls.at_broker) == 1)
         scope.cancel()
         assert isinstance(caller.end().error, Cancelled)
         segment.seal()

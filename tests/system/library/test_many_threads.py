@@ -14,7 +14,7 @@ from tests.system.library.test_waiting import waiting
 
 import membroker
 from membroker.errors import OutOfMemory
-from membroker.session.places import MOST_PATIENT
+from membroker.session.machine import MOST_PATIENT
 
 PAGE = 2 * MIB
 HANDLERS = 40
