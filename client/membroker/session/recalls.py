@@ -9,6 +9,7 @@ able to end. It must never wait for work on the device: that ends a CUDA graph c
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
@@ -32,6 +33,16 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger("membroker")
 
+LIFECYCLE: Final[Mapping[str, Mapping[str, str]]] = {
+    # The thread for callbacks is to call the program.
+    "asked": {"called": "called", "answered": "ended", "over": "ended"},
+    # The program may answer later.
+    "called": {"raised": "asked", "answered": "ended", "over": "ended"},
+    "ended": {},
+}
+"""`LIFECYCLE[state][cause]` is the next state of a recall. It is over when its connection is lost, when the session has
+left the model, or when the broker has replaced it. A cause that has no entry changes nothing."""
+
 _LOCATIONS = {resources_pb2.LOCATION_DEVICE: "device", resources_pb2.LOCATION_HOST: "host"}
 
 
@@ -53,6 +64,7 @@ class OpenRecall:
     """
 
     def __init__(self, recalls: SessionRecalls, message: pb.Recall, connection: Connection) -> None:
+        self.state: str = "asked"
         self.recall_id: int = message.recall_id
         self.place: tuple[str, int] = (message.model, message.location)
         self.location: str = _LOCATIONS[message.location]
@@ -84,7 +96,8 @@ class _Answering(NamedTuple):
 class SessionRecalls:
     """The recalls of one session, whose memory `memories` returns.
 
-    Every method may be called by any thread. A dictionary's own steps are its only locks.
+    Every method may be called by any thread. A dictionary's own steps are its only locks, but for what the thread of
+    notices and the one for callbacks do to a recall: no other thread takes that lock.
     """
 
     def __init__(self, line: ReconnectingConnection, memories: Callable[[], Collection[Tracked]]) -> None:
@@ -93,6 +106,7 @@ class SessionRecalls:
         self._memories = memories
         self._answering: dict[str, _Answering] = {}
         self._open: dict[int, OpenRecall] = {}
+        self._lock = threading.Lock()
         self._answered: dict[tuple[str, int], tuple[int, Connection]] = {}
         """The last recall of each model and location that was answered: the broker may have repeated it before that."""
         self._sleeping: dict[str, Callable[[SleepRequest], SleepStatus]] = {}
@@ -129,7 +143,7 @@ class SessionRecalls:
 
     def _registration(self, name: str, *, answers: bool) -> broker_pb2.RegisterModelRequest:
         if not self._line.inventory.models[name]:
-            raise ModelNotFound(f"{name} was left by this session: register_model() it first")
+            raise ModelNotFound(f"{name} was left by this session: register it again, with model()")
         return broker_pb2.RegisterModelRequest(model_id=parts_of(name)[1], answers_recalls=answers)
 
     def sleep_for(self, name: str, callback: Callable[[SleepRequest], SleepStatus] | None) -> None:
@@ -141,7 +155,7 @@ class SessionRecalls:
             self._sleeping.pop(name, None)
             return
         if not self._line.inventory.models[name]:
-            raise ModelNotFound(f"{name} was left by this session: register_model() it first")
+            raise ModelNotFound(f"{name} was left by this session: register it again, with model()")
         self._line.start_callbacks()
         self._sleeping[name] = callback
 
@@ -171,23 +185,27 @@ class SessionRecalls:
         if self._open.get(recall.recall_id) is recall:
             recall.connection.answer_recall(recall.recall_id, recall.called_for)
             self._answered[recall.place] = recall.recall_id, recall.connection
-            self._open.pop(recall.recall_id, None)
+            self._end(recall, "answered")
 
     def forget(self, name: str) -> None:
         """Drop the callback and the recalls of a model that the session has left."""
         self._answering.pop(name, None)
         self._sleeping.pop(name, None)
         for recall in self._of(name):
-            self._open.pop(recall.recall_id, None)
+            self._end(recall)
 
     def end(self) -> None:
         """Call nothing any more: the client is closed, or belongs to the parent of this process."""
         self._answering.clear()
         self._sleeping.clear()
-        self._open.clear()
+        self.lost()
 
     def _of(self, name: str) -> list[OpenRecall]:
         return [recall for recall in list(self._open.values()) if recall.place[0] == name]
+
+    def _end(self, recall: OpenRecall, cause: str = "over") -> None:
+        recall.state = LIFECYCLE[recall.state].get(cause, recall.state)
+        self._open.pop(recall.recall_id, None)
 
     # What the broker does
 
@@ -206,11 +224,11 @@ class SessionRecalls:
             return
         for other in self._of(message.model):
             if other.place == place:  # the broker has ended it
-                self._open.pop(other.recall_id, None)
+                self._end(other)
         recall = OpenRecall(self, message, connection)
         self._open[recall.recall_id] = recall
         if not self._call_back(self.handle, recall.recall_id):
-            self._open.pop(recall.recall_id)  # the broker will repeat it
+            self._end(recall)  # the broker will repeat it
 
     def _heard_again(self, recall: OpenRecall, place: tuple[str, int], size: int) -> None:
         if place != recall.place:
@@ -221,7 +239,9 @@ class SessionRecalls:
                 place[0],
             )
         elif size > recall.size:  # else it is late, and `size` is what the broker lacks
-            recall.size = size
+            with self._lock:
+                recall.size = size
+                recall.state = LIFECYCLE[recall.state].get("raised", recall.state)
             self._call_back(self.handle, recall.recall_id)
 
     def heard_sleep(self, message: pb.Sleep, connection: Connection) -> None:
@@ -261,14 +281,19 @@ class SessionRecalls:
 
     def lost(self) -> None:
         """Drop the open recalls: the connection is lost. After the resume the broker asks again, if it still must."""
-        self._open.clear()
+        for recall in list(self._open.values()):
+            self._end(recall)
 
     def handle(self, recall_id: int) -> None:
         """Release what nobody uses, call the callback for the rest, and answer. Runs in the thread for callbacks."""
         recall = self._open.get(recall_id)
-        if recall is None or recall.called_for == recall.size:
+        if recall is None:
             return
-        recall.called_for = recall.size
+        with self._lock:
+            if recall.state != "asked":
+                return
+            recall.state = LIFECYCLE[recall.state]["called"]
+            recall.called_for = recall.size
         self._give_spare(recall)
         answering = self._answering.get(recall.place[0])
         if recall.remaining and answering is not None:

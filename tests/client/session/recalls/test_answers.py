@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from tests.client.session.recalls.asking import HOST, Held, answer, answering, deferring, recall, until_heard
+from tests.client.session.recalls.asking import HOST, Held, answer, answering, recall, until_heard
 from tests.support.daemons import until
 from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, buffer, line
 
@@ -31,7 +31,9 @@ class TestAnswers:
             spare.close()
             told.append(recall.remaining)
 
+        assert served.recall_callback is None
         answering(broker, served, give)
+        assert served.recall_callback is give
         recall(broker, 5, 3 * PAGE)
         assert list(broker.hear("release").release.extent_ids) == [extent_id]
         assert answer(broker).recall_id == 5
@@ -57,23 +59,6 @@ class TestAnswers:
         assert caplog.text.count("a callback for recalls has failed") == 2
         assert repr(error)[:8] in caplog.text
 
-    def test_a_recall_that_is_repeated(self, broker: PlayedBroker, client: Client, served: Model) -> None:
-        """The broker repeats what was not answered yet, and once more while the answer is on its way."""
-        held = Held()
-        answering(broker, served, held)
-        recall(broker, 1)
-        until(lambda: held.called)
-        recall(broker, 1)
-        until_heard(broker, client)
-        held.go_on.set()
-        assert answer(broker).recall_id == 1
-        until(lambda: not client._recalls._open)
-        recall(broker, 1)
-        until_heard(broker, client)
-        recall(broker, 2)
-        assert answer(broker).recall_id == 2
-        assert len(held.called) == 2
-
     def test_one_after_the_other(self, broker: PlayedBroker, served: Model) -> None:
         """Two locations are asked for at once: the second callback begins when the first has returned."""
         inside, most, places = [0], [0], []
@@ -90,20 +75,6 @@ class TestAnswers:
         recall(broker, 2, location=HOST)
         assert [answer(broker).recall_id for _ in range(2)] == [1, 2]
         assert (most, places) == ([1], ["device", "host"])
-
-    def test_a_recall_that_another_replaces(self, broker: PlayedBroker, served: Model) -> None:
-        """The broker has ended the first one, because its time was over: it gets no answer, only the second does."""
-        given: list[Recall] = []
-        answering(broker, served, deferring(given))
-        recall(broker, 1)
-        until(lambda: given)
-        recall(broker, 2)
-        until(lambda: len(given) == 2)
-        assert served.pending_recall is given[1]
-        for one in given:
-            one.done()
-        assert answer(broker).recall_id == 2
-        assert broker.hears_nothing()
 
     @pytest.mark.parametrize(
         "wrong", [{"model": "tenants/red/models/other"}, {"location": 0}, {"location": 77}, {"size": 0}, {"size": -1}]

@@ -36,19 +36,6 @@ def test_a_recall_ends_with_its_connection(broker: PlayedBroker, client: Client,
     assert answer(broker).recall_id == 1
 
 
-def test_an_answer_that_was_lost(broker: PlayedBroker, client: Client, served: Model) -> None:
-    """The connection ended behind the answer, and the broker asks again: it is answered again."""
-    called: list[Recall] = []
-    answering(broker, served, called.append)
-    for turn in (1, 2):
-        recall(broker, 1)
-        assert answer(broker).recall_id == 1
-        assert len(called) == turn
-        drop_all(broker, client)
-        broker.resume()
-        until(lambda: not is_away(client))
-
-
 def test_a_broker_of_another_revision(broker: PlayedBroker, client: Client, served: Model) -> None:
     """The next broker is older, and would end the connection over an answer: it gets none."""
     called: list[Recall] = []
