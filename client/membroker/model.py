@@ -333,7 +333,7 @@ class Model:
             raise InvalidRequest(f"on_recall takes a function of one recall, or None, not {callback!r}")
         self._session.check_open()
         name, recalls = self.resource_name, self._recalls
-        uninterrupted(lambda: recalls.answer_for(name, self._shown, callback), self._session.interrupted)
+        uninterrupted(lambda: recalls.answer_for(name, self._shown, callback), self._session.reconnecting.interrupted)
 
     def on_sleep(self, callback: Callable[[SleepRequest], SleepStatus] | None) -> None:
         """Call `callback` when an operator asks this model to sleep or to wake (`membroker sleep`, `membroker wake`).

@@ -122,7 +122,7 @@ class Segment(ByteAccess):
                     undo.pop_all()
                 return segment
 
-        return uninterrupted(take, session.interrupted)
+        return uninterrupted(take, session.reconnecting.interrupted)
 
     # What it is
 
@@ -328,7 +328,7 @@ class Segment(ByteAccess):
         and `ClosedError`. If Ctrl-C or a lost broker prevents the answer, it may or may not be sealed: it is read-only
         in this process from then on, and `seal` asks again. After any other failure it stays writable.
         """
-        uninterrupted(self._seal, self._session.interrupted)
+        uninterrupted(self._seal, self._session.reconnecting.interrupted)
         if self._on_sealed is not None:
             self._on_sealed(self.generation)
 

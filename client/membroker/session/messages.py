@@ -41,13 +41,18 @@ _BOOKS: Mapping[type, tuple[str, type[DataclassInstance]]] = {
     SessionStatus: ("books", SessionBooks),
 }
 """The field of a status value that has books by location, and their kind."""
+LOCATION_NUMBERS: Mapping[Location, pb.Location.ValueType] = {
+    Location.DEVICE: pb.LOCATION_DEVICE,
+    Location.HOST: pb.LOCATION_HOST,
+}
+"""The wire's number for each location."""
 MAX_DETAIL = 400
 """The most characters of the sentence in a `SleepStatus`."""
 
 
 def location_to_wire(location: Location) -> pb.Location.ValueType:
     """Return the wire's number for a location."""
-    return pb.LOCATION_DEVICE if location is Location.DEVICE else pb.LOCATION_HOST
+    return LOCATION_NUMBERS[location]
 
 
 def location_name(location: pb.Location.ValueType) -> str:

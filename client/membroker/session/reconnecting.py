@@ -36,8 +36,14 @@ logger: logging.Logger = logging.getLogger("membroker")
 
 LIFECYCLE: Final[Mapping[str, Mapping[str, str]]] = {
     "connected": {
-        "connection lost": "reconnecting",
+        "connection lost": "lost",
         # From here on the end of the connection is expected.
+        "goodbye": "leaving",
+        "closed": "closed",
+    },
+    # Calls wait. Until a thread has begun to reconnect, they try to start one.
+    "lost": {
+        "thread started": "reconnecting",
         "goodbye": "leaving",
         "closed": "closed",
     },
@@ -59,6 +65,7 @@ LIFECYCLE: Final[Mapping[str, Mapping[str, str]]] = {
 }
 """`LIFECYCLE[state][cause]` is the next state. A cause that has no entry comes too late, and changes nothing."""
 
+_AWAY = ("lost", "reconnecting")
 NOTICING_SECONDS = 1.0
 """When a call by gRPC has failed: how much later the handoff connection may end for the same cause."""
 REMINDER_SECONDS = 60.0
@@ -93,8 +100,6 @@ class ReconnectingConnection:
         self._closing = False
         self._attempt: tuple[socket.socket, ...] = ()
         """The sockets of an attempt to resume, which `close` cuts."""
-        self._has_thread = True
-        """Whether a thread reconnects, if the connection is lost."""
         self._trouble = ""
         handoff, notices, self.welcome = open_session(self._path, hello, timeout)
         self._hello = pb.Hello()
@@ -217,14 +222,17 @@ class ReconnectingConnection:
                 return
 
     def interrupted(self) -> None:
-        """Drop the present connection, because an interrupt left a call half done: a resume agrees on what is held."""
+        """Drop the present connection, because an interrupt left a call half done. Raises nothing.
+
+        The session resumes on a new one, states what it holds, and the broker credits the rest. Other threads' calls
+        are repeated there.
+        """
         self.connection.interrupt()
 
     def _next(self, connection: Connection, error: MembrokerError) -> Connection:
         """Return the connection after a lost one. Raises if that takes too long, or if this one is not lost."""
         if error.reason not in _UNANSWERED:
             raise error
-        let_through()  # an interrupt may have ended the connection, and there may be another one already
         begun = time.monotonic()
         scope = innermost.get() or CancelScope()
         with self._changed.lock, scope.waking(self._wake):
@@ -239,9 +247,9 @@ class ReconnectingConnection:
                 left = begun + (self._patience() if lost else min(NOTICING_SECONDS, self._outage)) - time.monotonic()
                 if left <= 0:
                     raise self._too_long(error) if connection.lost else error
-                if self._state == "reconnecting" and not self._has_thread:
+                self._changed.wait(min(left, AGAIN_SECONDS) if self._state == "lost" else left)
+                if self._state == "lost":
                     self._begin_to_reconnect()
-                self._changed.wait(left if self._has_thread else min(left, AGAIN_SECONDS))
             return self.connection
 
     def _wake(self) -> None:
@@ -270,16 +278,17 @@ class ReconnectingConnection:
         return following is not None
 
     def _lose(self, connection: Connection) -> None:
-        """Begin to reconnect, if this is the present connection."""
+        """Begin to reconnect, if this is the present connection. After an interrupt in here it is called again."""
         with self._changed.lock:
-            if connection is not self.connection or not self._move("connection lost"):
+            if connection is not self.connection or self._state not in ("connected", "lost"):
                 return
-            self._trouble = ""
-            self._grpc.patient = False
-            if (recalls := self.notices.recalls()) is not None:
-                recalls.lost()
-            self.notices.tell(Disconnected())
-            self._has_thread = False
+            if self._state == "connected":
+                self._trouble = ""
+                self._grpc.patient = False
+                if (recalls := self.notices.recalls()) is not None:
+                    recalls.lost()
+                self.notices.tell(Disconnected())
+                self._move("connection lost")
             self._begin_to_reconnect()
 
     def _begin_to_reconnect(self) -> None:
@@ -290,10 +299,11 @@ class ReconnectingConnection:
             if not self._trouble:
                 logger.warning("the connection to the broker is lost, and %s", error)
             self._trouble = str(error)
-        else:
-            self._has_thread = True
 
     def _reconnect(self, lost: Connection) -> None:
+        with self._changed.lock:
+            if lost is not self.connection or not self._move("thread started"):
+                return  # after an interrupt a second thread may have been started
         begun = reminded = time.monotonic()
         level = logging.INFO if lost.interrupted else logging.WARNING
         gone = "disconnected, because an interrupt left a call half done" if lost.interrupted else "gone"
@@ -324,9 +334,9 @@ class ReconnectingConnection:
     def _reconnects_for(self, seconds: float) -> bool:
         """Wait that long, or until the session is resumed or over; return whether it still reconnects. Lock is held."""
         deadline = time.monotonic() + seconds
-        while self._state == "reconnecting" and (left := deadline - time.monotonic()) > 0:
+        while self._state in _AWAY and (left := deadline - time.monotonic()) > 0:
             self._changed.wait(left)
-        return self._state == "reconnecting"
+        return self._state in _AWAY
 
     def _resume(self, begun: float) -> None:
         """Try once to resume the session, and let all calls use the new connection."""
@@ -350,7 +360,8 @@ class ReconnectingConnection:
                 return False
             if connection.lost or not self._move("resumed"):
                 raise BrokerUnavailable(f"the connection to the broker at {self._path} ended again")
-            connection.closing = self._closing
+            if self._closing:
+                connection.close_soon()
             self.connection, self.notices.draining, self._attempt = connection, None, ()
             self._grpc.patient = True
             self.notices.listen(notices, connection)
@@ -379,7 +390,7 @@ class ReconnectingConnection:
         with self._changed.lock:
             self._closing = True
             self._answer_within = None  # for a release; the goodbye has an answer of its own
-            self.connection.closing = True
+            self.connection.close_soon()
             if at_exit:
                 self._move("goodbye")
             self._changed.tell_all()

@@ -133,15 +133,6 @@ class Session(MemoryOwner[_SessionLink]):
                 self._link.driver = open_driver(self.welcome.driver, self.welcome.device_uuid, context=True)
         return self._link.driver
 
-    def interrupted(self) -> None:
-        """Drop the present connection, because an interrupt left a call half done. Raises nothing.
-
-        The session resumes on a new one, states what it holds, and the broker credits the rest. Other threads' calls
-        are repeated there.
-        """
-        if not self._forked:
-            self.reconnecting.interrupted()
-
     # Models, segments, and what is read
 
     def ask(self, kind: str, request: Message) -> Any:
@@ -239,7 +230,7 @@ class SessionOwner:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.track, self.untrack = session.track, session.untrack
-        self.interrupted, self.later = session.interrupted, session.later
+        self.interrupted, self.later = session.reconnecting.interrupted, session.later
 
     @property
     def driver(self) -> Driver:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from membroker.memory import lifetime
-from membroker.session import reconnecting
+from membroker.session import machine, recalls, reconnecting
 from membrokerd.core import facts as ft
 from membrokerd.core import lifecycles
 from membrokerd.core.ledger import Ledger
@@ -16,7 +16,12 @@ from membrokerd.core.names import ModelName
 from membrokerd.core.traffic import CallInFlight
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "lifecycles.md"
-LIBRARY = {"connection": reconnecting.LIFECYCLE, "mapped memory": lifetime.LIFECYCLE}
+LIBRARY = {
+    "connection": reconnecting.LIFECYCLE,
+    "call": machine.LIFECYCLE,
+    "recall": recalls.LIFECYCLE,
+    "mapped memory": lifetime.LIFECYCLE,
+}
 TABLES = {**lifecycles.ALL, **LIBRARY}
 FIRST = {
     "session": "open",
@@ -25,6 +30,8 @@ FIRST = {
     "packet": "waiting",
     "segment": "writing",
     "connection": "connected",
+    "call": "new",
+    "recall": "asked",
     "mapped memory": "making",
 }
 LAST = {
@@ -34,6 +41,8 @@ LAST = {
     "packet": {"delivered", "credited"},
     "segment": {"ended"},
     "connection": {"closed"},
+    "call": {"ended"},
+    "recall": {"ended"},
     "mapped memory": {"ended", "abandoned"},
 }
 SENTENCES = {
@@ -43,6 +52,8 @@ SENTENCES = {
     "packet": "Up to 64 extents of a call, sent together. A session has at most two made and not acknowledged.",
     "segment": "Memory with a name. Its model is charged until it is deleted and no process can have it mapped.",
     "connection": "In the library: a session's connection to its broker. Any other cause comes too late.",
+    "call": "In the library: one call over one connection. After a loss it is repeated over the next one.",
+    "recall": "In the library: the broker asks for memory of a model at a location, until the program has answered.",
     "mapped memory": "In the library: the memory of one pool, buffer, array or segment, in one process.",
 }
 MODEL = ModelName("t", "m")

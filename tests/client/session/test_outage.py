@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 from collections.abc import Callable
+from itertools import repeat
 
 import pytest
 from tests.client.session.taking import enter, take_leave
@@ -14,6 +16,9 @@ from tests.support.processes import ends, heard, is_waiting, mapped_extents, tel
 
 import membroker
 from membroker import Client
+from membroker.session import reconnecting
+from membroker.session.connection import Connection
+from membroker.session.reconnecting import ReconnectingConnection
 from membroker.v1 import handoff_pb2 as pb
 
 
@@ -103,6 +108,65 @@ class TestOutage:
         with pytest.raises(membroker.ProtocolError):
             model(client).allocate(PAGE)
         assert line(client)._state == "connected"
+
+    def test_a_violation_is_heard_by_who_can_not_write(self, broker: PlayedBroker, client: Client) -> None:
+        """The broker has closed, with frames unread: what it said before is behind the error of the socket."""
+        one, _ = buffer(broker, client)
+        broker.refuse(0, "PROTOCOL_VIOLATION")
+        broker.end.close()  # its notices stay open, so that nobody else reads the end
+        for call in (one.close, lambda: model(client).allocate(PAGE)):
+            with pytest.raises(membroker.ProtocolError):
+                call()
+        assert line(client)._state == "connected"
+
+    @pytest.mark.parametrize("started", [0, 2])
+    def test_ctrl_c_as_the_loss_is_found(
+        self, broker: PlayedBroker, client: Client, monkeypatch: pytest.MonkeyPatch, started: int
+    ) -> None:
+        """It comes before the thread that reconnects is started, or so late that two are: one of them reconnects."""
+        one, extent_id = buffer(broker, client)
+        begin, struck = ReconnectingConnection._begin_to_reconnect, []
+
+        def strike(self: ReconnectingConnection) -> None:
+            struck.append(self)
+            for _ in range(started if len(struck) == 1 else 1):
+                begin(self)
+            if len(struck) == 1:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(ReconnectingConnection, "_begin_to_reconnect", strike)
+        monkeypatch.setattr(reconnecting, "pauses", lambda: repeat(0.0))  # two would come at the same time
+        broker.end.close()  # its notices stay open: it is this thread that finds the end
+        with pytest.raises(KeyboardInterrupt):
+            model(client).allocate(PAGE)
+        until(broker.is_knocked_at)
+        broker.hang_up()
+        assert list(broker.resume().extent_ids) == [extent_id]
+        until(lambda: all(thread.name != "membroker-reconnect" for thread in threading.enumerate()))
+        assert not broker.is_knocked_at()
+        one.close()
+
+    def test_ctrl_c_while_the_last_words_are_read(
+        self, broker: PlayedBroker, client: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It ends the reading, which is nobody's then: the thread that reconnects does not wait for it."""
+        one, _ = buffer(broker, client)
+        lost, drain, struck = line(client).connection, Connection._drain, []
+
+        def strike(self: Connection) -> None:
+            struck.append(self)
+            if len(struck) == 1:
+                raise KeyboardInterrupt
+            drain(self)
+
+        monkeypatch.setattr(Connection, "_drain", strike)
+        broker.end.close()  # its notices stay open: it is this thread that finds the end
+        with pytest.raises(KeyboardInterrupt):
+            one.close()
+        assert lost._reader is None
+        until(broker.is_knocked_at)
+        broker.hang_up()
+        assert not broker.resume().extent_ids
 
     def test_ctrl_c_while_a_call_waits(self, broker: PlayedBroker) -> None:
         """A person does not want to wait: the call raises, nothing stays mapped, and the session goes on later."""

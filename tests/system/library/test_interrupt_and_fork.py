@@ -85,7 +85,7 @@ client.close()
             workers = [Caller(work) for _ in range(3)]
             for _ in range(5):
                 before = client._session.connection
-                client._session.interrupted()
+                client._session.reconnecting.interrupted()
                 until(lambda before=before: client._session.connection is not before)
             stop.set()
             for one in workers:
