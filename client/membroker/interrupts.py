@@ -12,11 +12,14 @@ a function, after a call of C code, and when a loop repeats, and nowhere else.
 from __future__ import annotations
 
 import _thread
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from contextvars import copy_context
+from functools import partial
+from types import FrameType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from .cancellation import CancelScope, innermost
@@ -168,23 +171,26 @@ class _Task(Generic[_T]):
     """Work in another thread, for a waiting thread. Its state is in attributes, which an interrupt cannot lose."""
 
     def __init__(self, work: Callable[[], _T]) -> None:
-        self._work = work
-        self._context = copy_context()  # with the caller's cancel scope
+        self._work: Callable[[], _T] | None = partial(copy_context().run, work)  # with the caller's cancel scope
         self._started = self._done = False
         self._result: _T | None = None
         self._error: BaseException | None = None
         self._running = threading.Lock()
         self._running.acquire()
         self.interrupted: bool = False
+        self.caller: FrameType | None = None
+        """The frame of the waiting thread, as long as it waits."""
 
     def run(self) -> None:
         self._started = True
         here.task = self
         try:
             let_through()  # on a busy machine a thread may start long after the interrupt
-            self._result = self._context.run(self._work)
+            self._result = self._work()  # type: ignore[misc]
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             self._error = error
+        # This thread ends a little after the call. It must not keep alive what the call used.
+        self._work = None
         self._done = True
         self._running.release()
 
@@ -200,7 +206,7 @@ class _Task(Generic[_T]):
         except RuntimeError:
             if self._started:
                 raise
-            return self._work()  # the interpreter is shutting down and cannot start a thread
+            return self._work()  # type: ignore[misc]  # the interpreter is shutting down and cannot start a thread
         except BaseException:
             self.interrupted = True
             on_interrupt()
@@ -213,7 +219,8 @@ class _Task(Generic[_T]):
                 raise error
         finally:
             del error
-        return self._result  # type: ignore[return-value]
+        result, self._result = self._result, None
+        return result  # type: ignore[return-value]
 
     def _wait(self, seconds: float = -1) -> None:
         # An interrupt can hide that the lock was acquired; `_done` is set then.
@@ -241,7 +248,12 @@ def uninterrupted(work: Callable[[], _T], on_interrupt: Step = lambda: None, pat
     """
     if threading.get_ident() != threading.main_thread().ident:
         return work()
-    return _Task(work).result(on_interrupt, patience)
+    task = _Task(work)
+    task.caller = sys._getframe(1)
+    try:
+        return task.result(on_interrupt, patience)
+    finally:
+        task.caller = None  # an error keeps the task, and a frame keeps the program's variables
 
 
 def let_through() -> None:

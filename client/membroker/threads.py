@@ -25,6 +25,8 @@ def start_thread(target: Callable[..., object], name: str, *arguments: object) -
     try:
         thread.start()
     except RuntimeError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # it came while `start` waited for the thread, which runs
+            raise error.__context__ from None
         raise ThreadLimit(SHORT.format(why=f"{name}: {error}")) from error
     return thread
 

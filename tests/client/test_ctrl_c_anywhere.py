@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import warnings
 from collections import Counter
@@ -144,6 +145,13 @@ def without_a_broker(it: Program, *, there: bool) -> Call:
     return within(pool, "free" if there else "allocate", 0, 3 * PAGE)
 
 
+def without_a_connection(it: Program, call: str, pages: int) -> Call:
+    """Make a call that finds that the connection is lost."""
+    pool = it.pool(pages)
+    it.client._session.connection._socket.shutdown(socket.SHUT_RDWR)
+    return within(pool, call, 0, 3 * PAGE)
+
+
 def attach(it: Program) -> Call:
     segment = it.segment(sealed=True)
     return lambda: it.client.attach(f"m/{segment.name}")
@@ -185,7 +193,7 @@ CALLS: dict[str, Callable[[Program], Call]] = {
     "allocate beside spare pages": beside_spare_pages,
     "grow": lambda it: within(it.pool(1), "grow", PAGE),
     "free": lambda it: within(it.pool(3), "free", 0, 2 * PAGE),
-    "free": lambda it: (lambda pool: within(pool, "free", pool.base_address))(it.pool(3)),
+    "free an allocation": lambda it: (lambda pool: within(pool, "free", pool.base_address))(it.pool(3)),
     "protect": lambda it: within(it.pool(3), "protect", 0, PAGE, "read"),
     "close a pool": lambda it: it.pool(3).close,
     "compact": lambda it: it.holes().compact,
@@ -202,6 +210,8 @@ CALLS: dict[str, Callable[[Program], Call]] = {
     "seal": lambda it: it.segment().seal,
     "attach": attach,
     "close a segment": lambda it: it.segment().close,
+    "allocate without a connection": lambda it: without_a_connection(it, "allocate", 0),
+    "free without a connection": lambda it: without_a_connection(it, "free", 3),
     "allocate without a broker": partial(without_a_broker, there=False),
     "free without a broker": partial(without_a_broker, there=True),
     "wait for memory": lambda it: refused(lambda: it.model.allocate("1GiB", timeout=0.05)),

@@ -5,11 +5,13 @@ Finalizers and signal handlers that release memory in the middle of a call inter
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +55,32 @@ class TestUninterrupted:
         with pytest.raises(KeyboardInterrupt):
             uninterrupted(work)
         assert steps == [1, 2]
+
+    def test_a_thread_that_ends_late_keeps_nothing_alive(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A forgotten pool ended only when the thread of its last call did, which a busy machine delays."""
+        go_on, ended = threading.Event(), threading.Event()
+
+        def late(run: Callable[[], None], arguments: tuple[()]) -> int:
+            def held() -> None:
+                run()
+                go_on.wait()
+                ended.set()
+
+            return _thread.start_new_thread(held, arguments)
+
+        monkeypatch.setattr(interrupts, "_thread", SimpleNamespace(start_new_thread=late))
+        used, work = Used(), weakref.WeakSet[object]()
+
+        def step(used: Used = used) -> Used:
+            return used
+
+        work.add(step)
+        alive = weakref.ref(used)
+        assert uninterrupted(step) is used
+        del step, used
+        assert (alive(), len(work)) == (None, 0)
+        go_on.set()
+        assert ended.wait(DEADLINE_SECONDS)
 
     def test_an_interrupt_does_not_wait_for_ever(self) -> None:
         """A broker that answers nothing: the person gets the prompt back."""
@@ -243,6 +271,7 @@ from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm import libc
 from tests.support.daemons import until
 
+gc.disable()  # a collection comes where it is called, and not inside a call of the library before
 source, other = LocalSource("host"), LocalSource("host")
 pool = VirtualMemoryPool(source, "64MiB", "2MiB")
 mmap = libc._mmap

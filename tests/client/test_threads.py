@@ -13,6 +13,8 @@ import pytest
 from tests.client.session.taking import take_leave
 from tests.support.daemons import DEADLINE_SECONDS, running, until
 from tests.support.fake_broker import Caller, PlayedBroker, buffer, drop_all, is_away, line, model, playing
+from tests.support.forks import in_a_child
+from tests.support.interrupts import interrupted_at
 from tests.support.processes import descriptors
 
 import membroker
@@ -20,6 +22,7 @@ from membroker import LocalSource, VirtualMemoryPool
 from membroker.errors import ThreadLimit
 from membroker.kv import ElasticCache, Layout, Strided
 from membroker.kv.rank import Rank
+from membroker.threads import start_thread
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -234,3 +237,19 @@ sys.exit(cli.main())
     assert done.stderr.startswith("membrokerd: this process may have no more threads (")
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir()), "it has begun nothing"
+
+
+def test_ctrl_c_while_a_thread_starts() -> None:
+    """Python waits for the new thread, and makes an error of its own of an interrupt that comes then."""
+    in_a_child(strike)  # what is left of a thread that did not start ends with it
+
+
+def strike() -> None:
+    """Interrupt the start of a thread at every point. Whatever else comes of it is raised."""
+
+    def start() -> threading.Thread:
+        return start_thread(lambda: None, "membroker-of-a-test")
+
+    points, _ = interrupted_at(None, start)
+    for point in range(1, points + 1):
+        interrupted_at(point, start)

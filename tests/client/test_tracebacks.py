@@ -48,7 +48,7 @@ def frames_of(call: Callable[[], object], kind: type[BaseException] = membroker.
 REFUSED: dict[str, Callable[[Any], object]] = {
     "connect": lambda at: membroker.connect("/nowhere", timeout=0.01),
     "connect, an argument": lambda at: membroker.connect(at.client.endpoint, transport="post"),
-    "register": lambda at: at.client.model("m", limit="1MiB"),
+    "register": lambda at: at.client.model("m", exclusive=True),
     "unregister": lambda at: at.model.unregister(),
     "model_status": lambda at: at.client.model_status("none"),
     "attach": lambda at: at.client.attach("m/none"),
