@@ -101,7 +101,11 @@ SEAL = st.builds(bpb.SealSegmentRequest, request_id=UNSIGNED, generation=GENERAT
 ATTACH = st.builds(bpb.AttachSegmentRequest, request_id=UNSIGNED, name=SEGMENTS, wait=WAITS)
 DETACH = st.builds(bpb.DetachSegmentRequest, request_id=UNSIGNED, generation=GENERATIONS, no_reply=st.booleans())
 DELETE = st.builds(
-    bpb.DeleteSegmentRequest, request_id=UNSIGNED, name=SEGMENTS, generation=mostly(st.just(0), GENERATIONS)
+    bpb.DeleteSegmentRequest,
+    request_id=UNSIGNED,
+    name=SEGMENTS,
+    generation=mostly(st.just(0), GENERATIONS),
+    only_if_left=st.booleans(),
 )
 OF_SEGMENTS = st.one_of(CREATE, SEAL, ATTACH, DETACH, DELETE)
 REQUESTS = st.one_of(ALLOCATE, RELEASE, DECLARE, REGISTER, UNREGISTER, OF_SEGMENTS)

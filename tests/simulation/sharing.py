@@ -231,7 +231,8 @@ class Sharing:
         mine = world.random.random() < 0.95
         worker = world.pick(lambda one: one.process.alive and (one.tenant == name.tenant or not mine))
         if worker:
-            world.send(ev.DeleteSegment(*world.ask(worker), name, generation))
+            left = bool(row and row.segment % 3 == 0)  # no draw of its own
+            world.send(ev.DeleteSegment(*world.ask(worker), name, generation, left))
 
     def delete_all(self) -> None:
         """The operator ends every segment."""

@@ -223,7 +223,8 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
         case ev.AttachSegment():
             return f"attach {name} {event.request_id} {_segment(event.name)}{_wait(event.wait_ns)}"
         case ev.DeleteSegment():
-            return f"delete {name} {event.request_id} {_segment(event.name)}{_generation(event.generation)}"
+            left = " only=left" if event.only_if_left else ""
+            return f"delete {name} {event.request_id} {_segment(event.name)}{_generation(event.generation)}{left}"
     model = f"{name} {event.request_id} {event.name.tenant}/{event.name.model}"
     match event:
         case ev.RegisterModel():

@@ -222,6 +222,7 @@ class DetachSegment(Request):
 class DeleteSegment(Event):
     """End a segment; `session` is None for an operator, `generation` 0 for any segment of that name.
 
+    With `only_if_left` one that is sealed and that no session holds, and whose writer has ended or asks for it.
     Not a `Request`, because an operator may ask for it, too.
     """
 
@@ -230,6 +231,7 @@ class DeleteSegment(Event):
     request_id: int
     name: SegmentName
     generation: int
+    only_if_left: bool = False
 
 
 @value

@@ -101,8 +101,7 @@ class Segments:
             return deny(Reason.INVALID_NAME, name=event.name.label)
         there = books.ledger.labels.get(event.name)
         if there is not None:
-            state = books.ledger.segments[there].state
-            return deny(Reason.SEGMENT_EXISTS, segment=str(event.name), state=_TOLD.get(state, state))
+            return _exists(books.ledger.segments[there])
         return (
             self._lending.refuse_call(event.session)
             or books.refuse_debit()
@@ -285,6 +284,8 @@ class Segments:
         row = denied or self._find_named(event.name)
         if isinstance(row, SegmentRow) and event.generation not in (0, row.segment):
             row = deny(Reason.SEGMENT_NOT_FOUND, segment=str(event.name))
+        if isinstance(row, SegmentRow) and event.only_if_left and not self._is_left(row, event.session):
+            row = _exists(row)
         if isinstance(row, Denied):
             self._books.answer(event.call, row)
             return
@@ -294,6 +295,12 @@ class Segments:
             self._books.record(ft.SegmentMoved(row.segment, "deleted"))
         self._books.answer(event.call, self.view(row))
         self.drop_if_left(row)
+
+    def _is_left(self, row: SegmentRow, session: int | None) -> bool:
+        """Say whether a segment is left: no session holds it, and its writer has ended or is this session."""
+        writer = self._books.ledger.sessions.get(row.writer)
+        is_alive = writer is not None and writer.state in ("open", "detached")
+        return row.state == "sealed" and not row.holders and (row.writer == session or not is_alive)
 
     def writer_leaves(self, row: SessionRow) -> None:
         """End the unsealed segments of a writer that says Goodbye: no other session can seal them."""
@@ -374,3 +381,9 @@ class Segments:
             return [row for row in rows if (row.name.tenant, row.label) == (name.tenant, name.label)]
         segment = ledger.labels.get(name)
         return [] if segment is None else [ledger.segments[segment]]
+
+
+def _exists(row: SegmentRow) -> Denied:
+    """Return the refusal of a call that would need the segment's name, or to be the last that knows it."""
+    state, sessions = _TOLD.get(row.state, row.state), len(row.holders)
+    return deny(Reason.SEGMENT_EXISTS, segment=str(row.full_name()), state=state, sessions=sessions)

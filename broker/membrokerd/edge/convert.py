@@ -243,7 +243,8 @@ def to_event(call: int, session: int, tenant: str, request_id: int, request: Mes
         case bpb.DetachSegmentRequest():
             return ev.DetachSegment(call, session, request_id, request.generation)
         case bpb.DeleteSegmentRequest():
-            return ev.DeleteSegment(call, session, request_id, parse_segment(request.name), request.generation)
+            segment, generation = parse_segment(request.name), request.generation
+            return ev.DeleteSegment(call, session, request_id, segment, generation, request.only_if_left)
         case bpb.RegisterModelRequest():
             return _registration(call, session, request_id, tenant, request)
         case bpb.UnregisterModelRequest():

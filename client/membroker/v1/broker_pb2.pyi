@@ -409,20 +409,26 @@ class DeleteSegmentRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
+    ONLY_IF_LEFT_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """Zero inside a handoff frame."""
     name: builtins.str
     """tenants/{tenant}/models/{model}/segments/{segment}. The model may be `-` if only one has a segment of that name."""
     generation: builtins.int
     """If not 0: delete the segment only if it has this generation."""
+    only_if_left: builtins.bool
+    """Delete it only if it is left: it is sealed, no session holds it, and its writer's session has ended or is this one.
+    Else SEGMENT_EXISTS.
+    """
     def __init__(
         self,
         *,
         request_id: builtins.int = ...,
         name: builtins.str = ...,
         generation: builtins.int = ...,
+        only_if_left: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "name", b"name", "request_id", b"request_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "name", b"name", "only_if_left", b"only_if_left", "request_id", b"request_id"]) -> None: ...
 
 global___DeleteSegmentRequest = DeleteSegmentRequest
 

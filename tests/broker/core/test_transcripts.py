@@ -350,12 +350,12 @@ class Script:
         call = self.call(f"{request} of {name}")
         return ev.DetachSegment(call, self.session(name), int(request), self.generation(segment))
 
-    def do_delete(self, name: str, request: str, segment: str, number: str = "") -> ev.Event:
-        """Delete by name, and by generation where one is given; `operator` has no session."""
+    def do_delete(self, name: str, request: str, segment: str, number: str = "", only: str = "") -> ev.Event:
+        """Delete by name, and by generation where one is given; `only=left`: if left. `operator` has no session."""
         call = self.call(f"{request} of {name}")
         session = None if name == "operator" else self.session(name)
         chosen = self.generation(number) if number else 0
-        return ev.DeleteSegment(call, session, int(request), self.segment(name, segment), chosen)
+        return ev.DeleteSegment(call, session, int(request), self.segment(name, segment), chosen, only == "left")
 
     def do_sealed(self, segment: str) -> ev.Event:
         return ev.Sealed(self.generation(segment))

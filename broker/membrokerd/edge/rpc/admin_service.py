@@ -109,8 +109,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def DeleteSegment(self, request: broker_pb2.DeleteSegmentRequest, context: Any) -> resources_pb2.Segment:
         """End a segment of any tenant."""
-        name, generation = convert.parse_segment(request.name), request.generation
-        result = await self._ask(lambda call: ev.DeleteSegment(call, None, request.request_id, name, generation))
+        name, generation, left = convert.parse_segment(request.name), request.generation, request.only_if_left
+        result = await self._ask(lambda call: ev.DeleteSegment(call, None, request.request_id, name, generation, left))
         _, response = convert.from_result(result)
         return response  # type: ignore[no-any-return]
 
