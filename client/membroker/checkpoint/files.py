@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -30,6 +30,8 @@ MAX_FILES: Final = 800
 _SUFFIX, _INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 _LENGTH_BYTES = 8
 _SNIFFED_BYTES = 512
+_MAIN_BYTES = 128
+"""The most that is read of the file that names a version."""
 _SHARD = re.compile(r"(.*)-(\d{5,6})-of-(\d{5,6})\.safetensors")
 _COMMIT = re.compile(r"[0-9A-Za-z_.-]{1,64}")
 _OTHERS: Final = {
@@ -181,10 +183,15 @@ def _snapshot(path: str, names: list[str]) -> str | None:
         return None
     try:
         versions = sorted(os.listdir(os.path.join(path, "snapshots")))
-        with open(os.path.join(path, "refs", "main"), encoding="ascii", errors="replace") as file:
-            main = file.read(128).strip()
-    except OSError:
-        main = ""
+    except OSError as error:
+        raise _unreadable(os.path.join(path, "snapshots"), error) from error
+    main = ""
+    with suppress(OSError, InvalidRequest):
+        descriptor, size = _descriptor_of(os.path.join(path, "refs", "main"))
+        try:
+            main = _read(descriptor, min(size, _MAIN_BYTES), path).decode("ascii", "replace").strip()
+        finally:
+            os.close(descriptor)
     if _COMMIT.fullmatch(main) and main in versions:
         return os.path.join(path, "snapshots", main)
     if len(versions) == 1:
@@ -281,7 +288,8 @@ def _open(path: str, max_header_bytes: int, opened: ExitStack) -> CheckpointFile
         raise InvalidCheckpoint(f"{path} is not a safetensors file: it is {what}")
     if is_plausible and length > size - _LENGTH_BYTES:
         raise InvalidCheckpoint(
-            f"{path} is cut off: its header has {length} bytes, and {size - _LENGTH_BYTES} are there: download it again"
+            f"{path} is cut off: its header has {length} bytes, and {max(0, size - _LENGTH_BYTES)} are there: "
+            "download it again"
         )
     header = _read(descriptor, min(size, _LENGTH_BYTES + min(length, max_header_bytes)), path)
     try:

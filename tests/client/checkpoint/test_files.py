@@ -265,3 +265,15 @@ class TestDirectory:
         os.mkfifo(tmp_path / "pipe.safetensors")
         with pytest.raises(InvalidRequest, match="not a regular file"):
             open_checkpoint(tmp_path)
+
+    def test_what_only_looks_like_a_cache(self, tmp_path: Path) -> None:
+        """No name in it leads to a wait or to a fault: a pipe would be read until somebody writes to it."""
+        for name in ("blobs", "refs"):
+            (tmp_path / name).mkdir()
+        (tmp_path / "snapshots").touch()
+        with pytest.raises(InvalidRequest, match="Not a directory"):
+            open_checkpoint(tmp_path)
+        (tmp_path / "snapshots").unlink()
+        shards(tmp_path / "snapshots" / "0123abc")
+        os.mkfifo(tmp_path / "refs" / "main")
+        assert names_in(tmp_path) == ["a", "b", "c"]
