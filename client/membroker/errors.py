@@ -192,7 +192,11 @@ class SegmentNotFound(NotFound):
 
 
 class SegmentExists(MembrokerError):
-    """The model has a segment of that name: attach it, or delete it and wait until its last session has left."""
+    """The model has a segment of that name: attach it, publish its next version with `replace=True`, or delete it.
+
+    After a deletion the name is free when the last session that holds the segment has left. Those who publish wait for
+    that, and delete a segment that a program has left, as by its death.
+    """
 
 
 class SegmentNotSealed(MembrokerError, TimeoutError):

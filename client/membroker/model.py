@@ -212,6 +212,7 @@ class Model:
         timeout: float | None = None,
         delete_when_left: bool = False,
         replace: bool = False,
+        replace_left: bool = False,
     ) -> Segment:
         """Create a segment: `size` bytes under a name, charged to this model once, that many processes can attach.
 
@@ -222,13 +223,20 @@ class Model:
         `current.version-2` and so on. Its seal deletes the older ones, which live until their readers leave, and
         `Client.attach("chat/current")` attaches the newest. Until the seal, both versions need memory.
 
+        `replace_left` deletes a sealed segment of this name that is left, as by a program that published it and died:
+        no session holds it, and its writer's session has ended or is this one. Then, and for one that is ending and
+        that no session holds, the call waits until its memory is free, at most `timeout` seconds. The functions that
+        publish do so. Without it the name is refused, which tells a program to attach what is there.
+
         Raises `SegmentExists`, `OutOfMemory`, `InvalidRequest`, `TooMany`, `DeviceFailure`, `DescriptorLimit`,
         `BrokerUnavailable`; nothing is mapped or charged then.
         """
         self._session.check_open()
         self._source.check_may_borrow()
-        create = create_version if replace else Segment.create
-        return create(self._session, self.resource_name, name, size, location, timeout, delete_when_left=delete_when_left)
+        create = create_version if replace else partial(Segment.create, replace_left=replace_left)
+        return create(
+            self._session, self.resource_name, name, size, location, timeout, delete_when_left=delete_when_left
+        )
 
     def declare(
         self,
@@ -467,12 +475,11 @@ class _ModelSource(SessionOwner):
                 f"{count} extents of {format_exact(extent_bytes)} are more than one request may have "
                 f"({MAX_EXTENTS_PER_CALL}): take larger pages, or fewer at a time"
             )
-        self._session.check_open()
         if get_ident() == self._session.reconnecting.notices.callback_thread:
             raise borrows_in_a_callback()
         frame = Frame()
         request = frame.allocate
-        request.model, request.location = self._name, messages.location_to_wire(location)
+        request.model, request.location = self._name, messages.LOCATION_NUMBERS[location]
         request.extent_bytes, request.count = extent_bytes, count
         request.ahead, request.wanted_bytes = ahead, wanted_bytes
         self._session.reconnecting.call(frame, placement, until=until)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -19,14 +20,14 @@ from google.protobuf.duration_pb2 import Duration
 
 from . import arguments
 from .arguments import check_framework, check_range, contiguous_bytes, location_of, rounded_up
+from .cancellation import innermost
 from .dlpack import export
-from .dtypes import word_of
-from .errors import BrokerUnavailable, Cancelled, InvalidRequest, SegmentNotFound, SegmentNotWritable
+from .errors import BrokerUnavailable, Cancelled, InvalidRequest, SegmentExists, SegmentNotFound, SegmentNotWritable
 from .interrupts import Operation, device_failures, uninterrupted
 from .memory.byte_access import ByteAccess
 from .memory.lifetime import MappedMemory
 from .recording import State
-from .safetensors import ALIGNMENT, TensorIndex, numpy_array, read_index, segment_size, write_index
+from .safetensors import ALIGNMENT, TensorIndex, numpy_array, read_index, write_index
 from .session import messages
 from .session.messages import location_name, location_to_wire
 from .session.session import Session, SessionOwner
@@ -46,6 +47,9 @@ WRITTEN = "what is written to a segment"
 """Whose tensors `Segment.tensors` returns."""
 CHUNK_BYTES = 64 * MIB
 """The most bytes that `write` copies at once: large enough for a bus's full speed, small enough for `progress`."""
+
+_LOOK_SECONDS = 0.05
+"""How often `replace_left` looks whether a name is free: no notice tells of it."""
 
 
 @ends_at_the_caller()
@@ -78,6 +82,7 @@ class Segment(ByteAccess):
         timeout: float | None,
         *,
         delete_when_left: bool,
+        replace_left: bool = False,
         on_sealed: Callable[[int], object] | None = None,
     ) -> Segment:
         """Make a segment under a model's resource name; see `Model.create_segment`.
@@ -94,9 +99,19 @@ class Segment(ByteAccess):
             size_bytes=length,
             delete_when_left=delete_when_left,
         )
-        segment = cls._take(session, Frame(create_segment=request), until, writable=True)
-        segment._on_sealed = on_sealed
-        return segment
+        while True:
+            try:
+                segment = cls._take(session, Frame(create_segment=request), until, writable=True)
+            except SegmentExists as exists:
+                is_over = until is not None and time.monotonic() >= until
+                if not replace_left or is_over or not _comes_free(session, f"{model}/segments/{name}", exists):
+                    raise
+            else:
+                segment._on_sealed = on_sealed
+                return segment
+            if (scope := innermost.get()) is not None:
+                scope.check()
+            time.sleep(_LOOK_SECONDS)
 
     @classmethod
     def attach(cls, session: Session, name: str, timeout: float) -> Segment:
@@ -398,6 +413,20 @@ def _attach_again(endpoint: str, name: str, generation: int) -> Segment:
     return segment
 
 
+def _comes_free(session: Session, name: str, refused: SegmentExists) -> bool:
+    """Say whether a name that was refused will be free: no session holds its segment. Delete that if it is left."""
+    if refused.metadata.get("sessions") != "0":  # an older broker does not say
+        return False
+    if refused.metadata["state"] == "sealed":
+        try:
+            session.delete_segment(pb.DeleteSegmentRequest(name=name, only_if_left=True))
+        except SegmentNotFound:
+            pass  # another was faster
+        except SegmentExists:
+            return False
+    return True
+
+
 def check_header(header: bytes) -> None:
     """Raise `InvalidRequest` for a header that `Segment.index` refuses to read."""
     if len(header) - 8 > MAX_HEADER_BYTES:
@@ -420,38 +449,18 @@ def _copy_tensor(target: Any, first: int, some: Any) -> None:
 class SegmentMaker(Protocol):
     """The part of a `Model` that publishing uses."""
 
-    def create_segment(self, name: str, size: Size, location: Location | str = ..., *, replace: bool = ...) -> Segment:
+    def create_segment(
+        self,
+        name: str,
+        size: Size,
+        location: Location | str = ...,
+        *,
+        timeout: float | None = ...,
+        replace: bool = ...,
+        replace_left: bool = ...,
+    ) -> Segment:
         """Create a segment; see `Model.create_segment`."""
         ...
-
-
-def publish_arrays(
-    model: SegmentMaker,
-    name: str,
-    arrays: Mapping[str, Any],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    location: Location | str = Location.DEVICE,
-    progress: arguments.Progress | None = None,
-    replace: bool = False,
-) -> Segment:
-    """Create a segment for arrays, write them into it, and seal it. After a failure the segment is dropped.
-
-    They are arrays of NumPy or JAX, or tensors of torch. Each begins at a multiple of 256 bytes. `progress(done,
-    total)` is called with bytes. `replace` makes it the newest version of the name: see `Model.create_segment`.
-
-    Raises what `Model.create_segment` raises, and `InvalidRequest` for a dtype that safetensors does not have.
-    """
-    arguments.check_progress(progress)
-    shapes = {key: (word_of(array.dtype), tuple(array.shape)) for key, array in arrays.items()}
-    segment = model.create_segment(name, segment_size(shapes, metadata), location, replace=replace)
-    with ExitStack() as undo:
-        undo.callback(segment.close)
-        index = segment.lay_out(shapes, metadata)
-        write_tensors(segment, index, arrays, progress)
-        segment.seal()
-        undo.pop_all()
-    return segment
 
 
 def write_tensors(

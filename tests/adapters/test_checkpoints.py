@@ -15,8 +15,8 @@ from tests.support.tensors import bytes_of
 
 import membroker
 from membroker import segment as segments
-from membroker.checkpoint import publish_checkpoint
-from membroker.segment import publish_arrays, segment_size
+from membroker.checkpoint import publish_arrays, publish_checkpoint
+from membroker.safetensors import segment_size
 
 pytestmark = pytest.mark.shared_daemon
 
@@ -224,6 +224,7 @@ def test_a_client_and_a_model_say_what_to_do(client: membroker.Client, model: me
             pickle.dumps(one)
 
 
+@pytest.mark.deep
 def test_a_spawned_data_loader(daemon: Daemon) -> None:
     """Two workers read the rows of one segment: none of them gets a copy, and none is left."""
     pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")

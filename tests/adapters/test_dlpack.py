@@ -20,10 +20,10 @@ from tests.support.sizes import MIB
 
 import membroker
 from membroker import Client, dlpack
+from membroker.checkpoint import publish_arrays
 from membroker.dlpack import DlpackTensor, export
 from membroker.errors import ClosedError, InvalidOffset, InvalidRequest, NotMapped
 from membroker.model import Model
-from membroker.segment import publish_arrays
 
 np = pytest.importorskip("numpy", reason="DLPack is tested with NumPy: pip install numpy")
 

@@ -29,9 +29,9 @@ from membroker.adapters import jax as jax_adapter
 from membroker.adapters import numba as numba_adapter
 from membroker.adapters import rmm as rmm_adapter
 from membroker.adapters.blocks import ALIGNMENT, BlockLending
+from membroker.checkpoint import publish_arrays
 from membroker.errors import DeviceFailure, InvalidRequest, OutOfMemory
 from membroker.model import Model
-from membroker.segment import publish_arrays
 from membroker.vmm.driver import DriverError
 
 pytestmark = pytest.mark.shared_daemon

@@ -20,6 +20,7 @@ from tests.support.vllm_engine import BUILDS, CONFIG, Engine, write_model, write
 from tests.support.vllm_held import GATE
 
 import membroker
+from membroker.checkpoint import publish_arrays
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
 pytestmark = pytest.mark.timeout(600)
@@ -170,8 +171,7 @@ def test_a_segment_with_other_contents_is_refused(qwen: Path, plugins: dict[str,
             client.delete_segment(there.name)
             until(lambda: client.segments() == [])
             own = there.name.rpartition("/")[2]
-            publish = membroker.segment.publish_arrays
-            publish(
+            publish_arrays(
                 client.model(model_of(there.name)), own, {"lm_head.weight": numpy.ones(3, "float32")}
             ).close()
             says = r"does not fit this model: .*membroker segments delete"

@@ -21,10 +21,10 @@ from tests.support.sizes import MIB
 
 import membroker
 from membroker import Client
+from membroker.checkpoint import publish_arrays
 from membroker.dlpack import CUDA, export
 from membroker.errors import InvalidRequest
 from membroker.model import Model
-from membroker.segment import publish_arrays
 from membroker.vmm.cuda.driver import CudaDriver
 
 # XLA takes three quarters of the GPU otherwise.

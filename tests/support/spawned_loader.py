@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import membroker
-from membroker.segment import publish_arrays
+from membroker.checkpoint import publish_arrays
 
 
 class Rows(torch.utils.data.Dataset[Any]):

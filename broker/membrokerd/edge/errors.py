@@ -179,7 +179,10 @@ _TABLE: Mapping[Reason, _Row] = {
 }
 assert set(_TABLE) == set(Reason)
 
-_ATTACH = "attach it, or delete it and wait until the last session that holds it has left"
+_ATTACH = (
+    "attach it, publish its next version (replace=True), "
+    "or delete it and wait until the last session that holds it has left"
+)
 _WAIT = "wait until its memory is free, and try again"
 _ADVICE = {
     "writing": f"{_ATTACH}; an attach waits for the seal",

@@ -1,9 +1,9 @@
-"""Checkpoints: files of safetensors on a disk, and the segment that they become.
+"""Weights that become a segment: a checkpoint, files of safetensors on a disk, or arrays of a program.
 
-Owns the public names: `files` reads what is on the disk, and `publish` copies it. It must trust no file.
+Owns the public names: `files` reads what is on the disk, and `publish` copies. It must trust no file.
 """
 
 from .files import Checkpoint, InvalidCheckpoint, open_checkpoint
-from .publish import publish_checkpoint
+from .publish import publish_arrays, publish_checkpoint
 
-__all__ = ["Checkpoint", "InvalidCheckpoint", "open_checkpoint", "publish_checkpoint"]
+__all__ = ["Checkpoint", "InvalidCheckpoint", "open_checkpoint", "publish_arrays", "publish_checkpoint"]

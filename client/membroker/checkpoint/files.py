@@ -42,7 +42,7 @@ _OTHERS: Final = {
     b"gguf": "a GGUF file, as llama.cpp reads: take the model's safetensors",
     b"pk\x03\x04": "a zip archive, as torch.save writes (.pt, .pth, .bin): take the model's safetensors, or convert it "
     "with safetensors.torch.save_file",
-    b"\x93numpy": "an array of NumPy (.npy): publish it with membroker.segment.publish_arrays",
+    b"\x93numpy": "an array of NumPy (.npy): publish it with membroker.checkpoint.publish_arrays",
     b"\x89hdf": "an HDF5 file, as Keras writes: convert it with safetensors",
     b"\x1f\x8b": "compressed by gzip: unpack it",
     b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it",

@@ -12,12 +12,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from .. import arguments
+from ..dtypes import word_of
 from ..errors import MembrokerError, ThreadLimit
 from ..safetensors import segment_size
-from ..segment import Segment, SegmentMaker
+from ..segment import Segment, SegmentMaker, write_tensors
 from ..threads import start_thread
 from ..vmm.driver import Location
 from ..vmm.sizes import MIB
@@ -40,13 +41,15 @@ def publish_checkpoint(
     location: Location | str = Location.DEVICE,
     progress: arguments.Progress | None = None,
     replace: bool = False,
+    timeout: float | None = None,
 ) -> Segment:
     """Create a segment for the tensors of a checkpoint, copy them into it, and seal it. After a failure it is deleted.
 
     `path` is as for `open_checkpoint`, or what that returned. Each tensor begins at a multiple of 256 bytes, wherever
     the file has it. `metadata` is added to that of the files. `progress(done, total)` is called in this thread with the
-    bytes that were copied. `replace` makes the segment the newest version of the name, which stays once it is sealed:
-    see `Model.create_segment`.
+    bytes that were copied. `replace` makes the segment the newest version of the name, which stays once it is sealed.
+    Without it the name is free, or that of a segment that is left, which is deleted. For both, and for `timeout`, see
+    `Model.create_segment`.
 
     Raises what `open_checkpoint` and `Model.create_segment` raise; `InvalidRequest` for a header of more than 16 MiB,
     and for a tensor whose name is `!` and digits.
@@ -55,7 +58,9 @@ def publish_checkpoint(
     with ExitStack() as opened:
         checkpoint = path if isinstance(path, Checkpoint) else opened.enter_context(open_checkpoint(path))
         shapes, about = checkpoint.shapes, {**checkpoint.metadata, **(metadata or {})}
-        segment = model.create_segment(name, segment_size(shapes, about), location, replace=replace)
+        segment = model.create_segment(
+            name, segment_size(shapes, about), location, replace=replace, replace_left=True, timeout=timeout
+        )
         with ExitStack() as undo:
             # Once a new version is sealed, the older ones may be gone: then it is the only one.
             undo.callback(segment.close if replace else partial(_give_up, segment))
@@ -69,6 +74,39 @@ def publish_checkpoint(
             segment.seal()
             undo.pop_all()
         return segment
+
+
+def publish_arrays(
+    model: SegmentMaker,
+    name: str,
+    arrays: Mapping[str, Any],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    location: Location | str = Location.DEVICE,
+    progress: arguments.Progress | None = None,
+    replace: bool = False,
+    timeout: float | None = None,
+) -> Segment:
+    """Create a segment for arrays, write them into it, and seal it. After a failure the segment is dropped.
+
+    They are arrays of NumPy or JAX, or tensors of torch. Each begins at a multiple of 256 bytes. `progress(done,
+    total)` is called with bytes. `replace` makes it the newest version of the name. Without it the name is free, or
+    that of a segment that is left, which is deleted. For both, and for `timeout`, see `Model.create_segment`.
+
+    Raises what `Model.create_segment` raises, and `InvalidRequest` for a dtype that safetensors does not have.
+    """
+    arguments.check_progress(progress)
+    shapes = {key: (word_of(array.dtype), tuple(array.shape)) for key, array in arrays.items()}
+    segment = model.create_segment(
+        name, segment_size(shapes, metadata), location, replace=replace, replace_left=True, timeout=timeout
+    )
+    with ExitStack() as undo:
+        undo.callback(segment.close)
+        index = segment.lay_out(shapes, metadata)
+        write_tensors(segment, index, arrays, progress)
+        segment.seal()
+        undo.pop_all()
+    return segment
 
 
 def _give_up(segment: Segment) -> None:

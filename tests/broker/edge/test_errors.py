@@ -86,7 +86,7 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.TOO_MANY_TENANTS: [{"limit": 64}],
     Reason.SEGMENT_NOT_FOUND: [{"segment": SEGMENT}, {"segment": (1 << 64) - 1}],
     Reason.SEGMENT_EXISTS: [
-        {"segment": SEGMENT, "state": state} for state in ("writing", "sealed", "ending", "releasing")
+        {"segment": SEGMENT, "state": state, "sessions": 2} for state in ("writing", "sealed", "ending", "releasing")
     ],
     Reason.SEGMENT_NOT_SEALED: [{"segment": SEGMENT}],
     Reason.SEGMENT_NOT_WRITABLE: [{"segment": SEGMENT, "state": "sealed"}],
@@ -229,8 +229,12 @@ SENTENCES: list[tuple[Reason, dict[str, int | str], list[str]]] = [
     ),
     # An existing segment can be attached. A deleted one cannot, and deleting it again does not help: wait. A segment
     # "is writing" nothing: its writer is.
-    (Reason.SEGMENT_EXISTS, {**EXISTS, "state": "writing"}, ["attach it, or delete it", "is being written: "]),
-    (Reason.SEGMENT_EXISTS, {**EXISTS, "state": "sealed"}, ["attach it, or delete it", "is sealed: "]),
+    (
+        Reason.SEGMENT_EXISTS,
+        {**EXISTS, "state": "writing"},
+        ["attach it, publish its next version", "is being written: "],
+    ),
+    (Reason.SEGMENT_EXISTS, {**EXISTS, "state": "sealed"}, ["attach it, publish its next version", "is sealed: "]),
     *(
         (Reason.SEGMENT_EXISTS, {**EXISTS, "state": at}, ["wait until its memory is free, and try again", "!attach"])
         for at in ("ending", "releasing")

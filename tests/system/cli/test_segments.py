@@ -25,7 +25,6 @@ from tests.support.workers import state_of
 
 import membroker
 from membroker.cli import main as cli
-from membroker.cli.segment_name import SegmentPath
 from membroker.safetensors import read_index, write_index
 from membroker.v1 import broker_pb2, resources_pb2
 
@@ -272,60 +271,14 @@ def test_a_control_character_in_a_files_name_is_not_obeyed(tmp_path: Path) -> No
     assert "\x1b" not in refused("load", f"{tmp_path}/\x1b[2Jx", "m/w", "--endpoint", str(tmp_path))
 
 
-def test_a_wrong_command_line_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, complaint in [
-        (("load", "x", "weights"), "name the segment and its model once"),
-        (("load", "x", "a/weights", "--model", "b"), "name the segment and its model once"),
-        (("load", "x", "red/a/weights", "--model", "a"), "name the segment and its model once"),
-        (("load", "x"), "NAME"),
-        (("load", "x", "a/-b"), "is not SEGMENT"),
-        (("load", "x", "m/é"), "are letters, digits and ._-"),
-        (("load", "x", "a/b/c/d/e"), "is not SEGMENT"),
-        (("load", "x", "a/b", "--location", "moon"), "invalid choice"),
-        (("load", "x", "a/b", "--limit", "much"), "cannot read 'much' as a size"),
-        (("--admin", "load", "x", "a/b"), "at its tenant's endpoint"),
-        (("--admin", "show", "a/b"), "at its tenant's endpoint"),
-        (("load", "x", "a/b", "--admin"), "unrecognized arguments"),
-        (("delete", "b", "--admin"), "TENANT/MODEL/SEGMENT"),
-        (("loadx", "x", "a/b"), "there is no command `membroker segments loadx`, did you mean load?"),
-    ]:
-        with pytest.raises(SystemExit) as caught:
-            cli.main(("segments", *arguments))
-        assert caught.value.code == 2
-        assert complaint in capsys.readouterr().err
-
-
-def test_names_are_read_as_people_write_them() -> None:
-    assert str(SegmentPath.parse("weights")) == "weights"
-    assert str(SegmentPath.parse("llama-7b/weights.v2")) == "llama-7b/weights.v2"
-    whole = "tenants/uid-1000/models/m/segments/w"
-    assert str(SegmentPath.parse("uid-1000/m/w")) == str(SegmentPath.parse(whole)) == whole
-    assert SegmentPath.parse("models/segments") == SegmentPath("", "models", "segments")
-    for text in ("", "/", "a/", "/b", "a//b", "A/b/c/d", "a/b/c/d/e", "x" * 97, "a b", "a\n"):
-        with pytest.raises(ValueError, match="is not SEGMENT"):
-            SegmentPath.parse(text)
-
-
-def test_three_parts_begin_with_the_tenant_of_the_endpoint_or_with_the_models_name() -> None:
-    """What `membroker segments` prints can be pasted, and so can what Hugging Face calls a model."""
-    for text, at_red in [
-        ("Qwen/Qwen3-8B/weights", "Qwen/Qwen3-8B/weights"),
-        ("meta/llama/weights", "meta/llama/weights"),
-        ("red/llama/weights", "tenants/red/models/llama/segments/weights"),
-        ("red/Qwen/Qwen3-8B/weights", "tenants/red/models/Qwen/Qwen3-8B/segments/weights"),
-        ("blue/Qwen/Qwen3-8B/weights", "tenants/blue/models/Qwen/Qwen3-8B/segments/weights"),
-        ("tenants/blue/models/m/segments/w", "tenants/blue/models/m/segments/w"),
-        ("tenants/red/models/a/segments/segments/w", "tenants/red/models/a/segments/segments/w"),
-    ]:
-        assert str(SegmentPath.parse(text).within("tenants/red")) == at_red
-
-
 def test_the_brokers_refusals_are_sentences(model: Path) -> None:
     """A limit, a name that is taken, a segment that is written or says nothing: status 1, and nothing changes."""
     with running() as daemon:
         good("load", str(model), "m/weights", "--limit", "64MiB", *at(daemon))
-        err = refused("load", str(model), "m/weights", *at(daemon))
-        assert "segments/weights exists and is sealed: attach it, or delete it" in err
+        with membroker.connect(daemon.endpoint()) as client, client.attach("m/weights"):
+            err = refused("load", str(model), "m/weights", *at(daemon))
+        assert "segments/weights exists and is sealed: attach it, publish its next version" in err
+        good("load", str(model), "m/weights", *at(daemon))  # nobody holds it any more
         assert "lends no host memory" in refused("load", str(model), "m/w", "--location", "host", *at(daemon))
         assert "is not a valid name" in refused("load", str(model), "w", "--model", "a/b/c", *at(daemon))
         assert states(daemon) == ["SEALED"]
@@ -346,8 +299,9 @@ def test_a_load_that_is_refused_leaves_no_model_behind(daemon: Daemon, model: Pa
     assert "may hold 2.0 MiB" in refused("load", str(model), "m/weights", "--limit", "2MiB", *at(daemon))
     good("load", str(model), "m/weights", "--limit", "64MiB", *at(daemon))
     # A model that others use keeps its numbers.
-    refused("load", str(model), "m/weights", *at(daemon))
     with membroker.connect(daemon.endpoint()) as worker:
+        with worker.attach("m/weights"):
+            refused("load", str(model), "m/weights", *at(daemon))
         worker.model("m", limit="64MiB")
         assert "is registered with" in refused("load", str(model), "m/w", "--limit", "8MiB", *at(daemon))
     good("delete", "m/weights", *at(daemon))

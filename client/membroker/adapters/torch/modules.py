@@ -42,6 +42,7 @@ def publish_module(
     location: Location | str = Location.DEVICE,
     progress: Callable[[int, int], object] | None = None,
     replace: bool = False,
+    timeout: float | None = None,
 ) -> Segment:
     """Make a segment from a module's parameters and buffers, and seal it. After a failure there is no segment.
 
@@ -49,7 +50,8 @@ def publish_module(
     several names, or that shares its memory exactly, is stored once, and `metadata` lists its other names.
     Non-persistent buffers and gradients are not stored. Everything is stored in C order, and each tensor begins at a
     multiple of 256 bytes, which kernels for fp8 and bf16 require. `progress(done, total)` is called with bytes.
-    `replace` makes it the newest version of the name: see `Model.create_segment`.
+    `replace` makes it the newest version of the name. Without it the name is free, or that of a segment that is left,
+    which is deleted. For both, and for `timeout`, see `Model.create_segment`.
 
     The module may be on the GPU or on the host. It keeps its own memory, so during this call both copies exist. Raises
     what `Model.create_segment` raises, and `InvalidRequest` for a parameter on the meta device, of a kind without plain
@@ -57,7 +59,7 @@ def publish_module(
     """
     stored, ties = _contents(module)
     image = TensorImage(stored, {**(metadata or {}), **ties, "format": "pt"})
-    segment = model.create_segment(name, image.size, location, replace=replace)
+    segment = model.create_segment(name, image.size, location, replace=replace, replace_left=True, timeout=timeout)
     with ExitStack() as undo:
         undo.callback(segment.close)
         image.write(segment, stored, progress)

@@ -223,7 +223,7 @@ class _Shared:
         while True:
             with suppress(SegmentExists):
                 return self._model.create_segment(
-                    _own(self.name), size, timeout=self._left(), delete_when_left=not self._keep
+                    f"weights-{self._digest}", size, timeout=self._left(), delete_when_left=not self._keep
                 )
             self._pause()
 

@@ -13,8 +13,8 @@ from tests.support.segments import SickDriver, holders, one_transport, sealed
 from tests.support.sizes import MIB
 
 import membroker
-from membroker.safetensors import InvalidTensorIndex
-from membroker.segment import publish_arrays, segment_size
+from membroker.checkpoint import publish_arrays
+from membroker.safetensors import InvalidTensorIndex, segment_size
 
 PAGE = 2 * MIB
 
@@ -111,8 +111,7 @@ class TestTensors:
                 setattr(driver, fault, well)
                 until(lambda: not client.segments() and is_settled(daemon))
                 assert mapped_extents() == 0
-            publish_arrays(model, "weights", WEIGHTS).close()
-            with pytest.raises(membroker.SegmentExists):
+            with publish_arrays(model, "weights", WEIGHTS), pytest.raises(membroker.SegmentExists):
                 publish_arrays(model, "weights", WEIGHTS)
             assert holders(client) == {"weights": 0}
 

@@ -14,8 +14,7 @@ from tests.support.segments import holders, one_transport
 
 import membroker
 from membroker import versions
-from membroker.checkpoint import publish_checkpoint
-from membroker.segment import publish_arrays
+from membroker.checkpoint import publish_arrays, publish_checkpoint
 from membroker.session.session import Session
 
 pytestmark = one_transport
@@ -100,10 +99,9 @@ def test_nothing_newer(client: membroker.Client, model: membroker.Model) -> None
 
 def test_a_name_that_did_not_move_begins_to(client: membroker.Client, model: membroker.Model) -> None:
     """It was published without `replace` first."""
-    publish_arrays(model, "current", {"w": np.zeros(3, "i4")}).close()
-    with pytest.raises(membroker.SegmentExists):
-        publish_arrays(model, "current", {"w": np.zeros(3, "i4")})
-    with client.attach("current") as serving:
+    with publish_arrays(model, "current", {"w": np.zeros(3, "i4")}) as serving:
+        with pytest.raises(membroker.SegmentExists):
+            publish_arrays(model, "current", {"w": np.zeros(3, "i4")})
         publish(model, 1)
         with client.attach("current") as newer:
             assert value(newer) == 1

@@ -1,0 +1,102 @@
+"""A segment that a program has published and left, as by its death: run again, it publishes under the same name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
+from tests.support.fake_broker import Caller
+from tests.support.segments import holders, one_transport
+from tests.support.workers import workers
+
+import membroker
+from membroker.checkpoint import publish_arrays
+
+pytestmark = one_transport
+LIMIT = "6MiB"
+"""Room for the weights once."""
+SIZE = 4 << 20
+
+
+def publish(model: membroker.Model, number: int) -> membroker.Segment:
+    return publish_arrays(model, "weights", {"w": np.full(SIZE - 512, number, "u1")})
+
+
+def value(segment: membroker.Segment) -> int:
+    return int(segment.tensors()["w"][0])
+
+
+def test_publishing_waits_for_memory(daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
+    """As whatever borrows: not at all, or as long as it says."""
+    with membroker.connect(daemon.endpoint()) as other:
+        rest = other.model("rest").allocate("254MiB")
+        with pytest.raises(membroker.OutOfMemory):
+            publish(model, 1)
+        arrays = {"w": np.full(SIZE - 512, 1, "u1")}
+        caller = Caller(lambda: publish_arrays(model, "weights", arrays, timeout=DEADLINE_SECONDS))
+        until(lambda: any(books.waiting_requests for one in daemon.models() for books in one.books))
+        rest.close()
+        with caller.value() as segment:
+            assert value(segment) == 1
+
+
+@pytest.mark.parametrize("seals", [True, False])
+def test_its_publisher_is_killed(daemon: Daemon, client: membroker.Client, seals: bool) -> None:
+    """It is killed after it has published, or while it writes. The next run has the name, and room for the weights."""
+    with workers(1) as (worker,):
+        worker.connect(daemon)
+        worker.do(f"segment = client.model('left', limit={LIMIT!r}).create_segment('weights', {SIZE})")
+        if seals:
+            worker.do("segment.seal()")
+        worker.kill()
+    until(lambda: [one.name for one in client.sessions()] == [client.session])
+    with publish(client.model("left", limit=LIMIT), 2) as again:
+        assert value(again) == 2
+
+
+def test_a_reader_and_a_publisher_that_live_keep_it(daemon: Daemon, client: membroker.Client) -> None:
+    """It is taken from nobody: not from a reader, and not from a program that has published it and lives."""
+    model = client.model("m")
+    with membroker.connect(daemon.endpoint()) as publisher:
+        publish(publisher.model("m"), 1).close()
+        with pytest.raises(membroker.SegmentExists) as refused:
+            publish(model, 2)
+        assert (refused.value.metadata["state"], refused.value.metadata["sessions"]) == ("sealed", "0")
+        reader = client.attach("weights")
+    with pytest.raises(membroker.SegmentExists) as refused:
+        publish(model, 2)
+    assert refused.value.metadata["sessions"] == "1"
+    assert value(reader) == 1
+    reader.close()
+    with publish(model, 2) as again:
+        assert value(again) == 2
+
+
+def test_a_cell_runs_again(client: membroker.Client) -> None:
+    """A notebook publishes, closes and publishes again. While it holds the first, it must say `replace=True`."""
+    model = client.model("m")
+    publish(model, 1).close()
+    with publish(model, 2) as held:
+        with pytest.raises(membroker.SegmentExists):
+            publish(model, 3)
+        assert value(held) == 2
+
+
+def test_only_who_publishes_takes_a_name(daemon: Daemon, client: membroker.Client) -> None:
+    """A worker that creates a segment or attaches it must find what another one has loaded, and has left."""
+    with membroker.connect(daemon.endpoint()) as publisher:
+        publish(publisher.model("m"), 1).close()
+    with pytest.raises(membroker.SegmentExists):
+        client.model("m").create_segment("weights", SIZE)
+    assert holders(client) == {"weights": 0}
+
+
+def test_a_wait_for_the_name_ends(client: membroker.Client, model: membroker.Model) -> None:
+    """A deleted segment that a tensor keeps is held: no waiting. With `timeout` the wait is not longer than that."""
+    with publish(model, 1) as segment:
+        segment.delete()
+        with pytest.raises(membroker.SegmentExists) as refused:
+            publish(model, 2)
+        assert (refused.value.metadata["state"], refused.value.metadata["sessions"]) == ("ending", "1")
+    with publish(model, 2) as again:
+        assert value(again) == 2
