@@ -601,7 +601,10 @@ class RecallsReferee:
         (name, where), rules = key, self._world.broker.books.rules
         capacity = rules.capacities[where]
         most = capacity // MOST_STEP
-        assert hold.step == (min(2 * before.step, most) if before else capacity // LEAST_STEP), "a step is not doubled"
+        steps = {min(2 * before.step, most) if before else capacity // LEAST_STEP}
+        if self._is_refused(event, name):  # a recall for the request that is refused, and one for those that wait
+            steps |= {min(2 * size, most) for size in steps}
+        assert hold.step in steps, "a step is not doubled"
         lent = [self._referee.guarantees.lent(name, where)]
         for fact in reversed(step.facts):
             match fact:
@@ -617,6 +620,13 @@ class RecallsReferee:
         least = before.size if before else 0
         found = {max(least, had + size) for had in lent for size in more}
         assert hold.size in found, f"a hold of {name} is of {hold.size} bytes, and not one of {sorted(found)}"
+
+    def _is_refused(self, event: ev.Event, name: ModelName) -> bool:
+        """Say whether the step ended a request of this model that does not wait."""
+        of_step = self._referee.waiting.all_of_step
+        return isinstance(event, ev.InputsDrained) and any(
+            one.event.call == event.call and one.name == name for one in of_step
+        )
 
     def _wanted_together(self, event: ev.Event, name: ModelName, where: Location, *, hints: bool = True) -> set[int]:
         """Return what the requests of a model, that others may have been asked for at once, want together.

@@ -158,8 +158,8 @@ class SharingReferee:
                 assert event.name in self.names, "a name is refused that is free"
             return
         began = next((one for one in step.facts if isinstance(one, ft.SegmentBegan) and self._is(one, event)), None)
-        if began is None:  # it waits, or its session is gone
-            return
+        if began is None or fx.DrainInputs(event.call) in step.effects:
+            return  # it waits, or its session is gone; what began is an older one of the same name
         free = {
             one.segment for one in step.facts if isinstance(one, ft.SegmentEnded)
         }  # a name can go and come in a step

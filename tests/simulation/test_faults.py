@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 
 import pytest
-from tests.simulation import test_daemon_deaths, test_hosting, test_recalls, test_simulation
+from tests.simulation import test_daemon_deaths, test_hosting, test_joined, test_recalls, test_simulation
 from tests.simulation.faults import Fault
 
 
@@ -16,7 +16,7 @@ def faults_of(module: ModuleType) -> Iterator[Fault]:
         yield from faults
 
 
-@pytest.mark.parametrize("module", [test_daemon_deaths, test_hosting, test_recalls, test_simulation])
+@pytest.mark.parametrize("module", [test_daemon_deaths, test_hosting, test_joined, test_recalls, test_simulation])
 def test_each_can_be_planted(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     faults = list(faults_of(module))
     assert faults

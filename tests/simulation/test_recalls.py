@@ -60,7 +60,7 @@ def _declarations_can_be_recalled(_was: Any, self: Any, one: Borrower) -> int:
 
 
 @instead_of(Recallable, "bytes_of")
-def _late_sessions_can_be_asked(_was: Any, self: Any, one: Borrower) -> int:
+def _late_sessions_can_be_asked(_was: Any, self: Any, one: Borrower, _can_go: object = None) -> int:
     return max(0, self.extents_of(one) - self.kept.get(one, (0, 0))[0])
 
 

@@ -53,7 +53,7 @@ class WaitingReferee:
         elif isinstance(event, ev.CreateSegment):
             name = ModelName(event.name.tenant, event.name.model)
             self.came = SimpleNamespace(event=event, name=name, size=event.size)
-        elif isinstance(event, ev.Declare) and event.recallable:
+        elif isinstance(event, ev.Declare) and (event.recallable or event.wait_ns is not None):
             more = event.declared_bytes - self._referee.recalls.declared[event.session, event.name, event.location]
             if more > 0:
                 self.came = SimpleNamespace(event=event, name=event.name, size=more)
