@@ -19,7 +19,7 @@ _TOOLS = """
 model = client.model('m')
 def inodes():
     with open('/proc/self/maps') as maps:
-        return {int(line.split()[4]) for line in maps if 'memfd:membroker' in line}
+        return {int(line.split()[4]) for line in maps if 'memfd:membroker-extent' in line}
 def write(buffer):
     view = buffer.view()
     assert bytes(view) == bytes(len(view)), 'lent what somebody had written'

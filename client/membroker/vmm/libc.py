@@ -74,8 +74,8 @@ def mmap_memory(size: int) -> int:
 
 
 def mmap_file(address: int, size: int, descriptor: int, protection: int = PROT_NONE) -> None:
-    """Map the first `size` bytes of `descriptor` at exactly `address`, shared (`PROT_*`)."""
-    _mmap(address, size, protection, _MAP_SHARED | _MAP_FIXED, descriptor, 0)
+    """Map the first `size` bytes of `descriptor` at exactly `address`, shared (`PROT_*`); at 0 the kernel chooses."""
+    _mmap(address, size, protection, _MAP_SHARED | _MAP_FIXED if address else _MAP_SHARED, descriptor, 0)
 
 
 def mmap_again(address: int, size: int, new_address: int) -> None:

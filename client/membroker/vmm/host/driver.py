@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ...wire.descriptors import close_each
+from .. import imports
 from .. import libc as _libc
 from ..copies import HostCopier, is_pinned
 from ..driver import AccessFlags, Copier, DeviceInfo, DriverError, DriverOutOfMemory, Handle, Location, MemoryInfo
@@ -140,6 +141,7 @@ class HostDriver:
         _check_address(address)
         if not descriptors:
             raise invalid("mmap", "0 bytes are not a range")
+        imports.mark()
         self._process.map(address, descriptors, size, self._ordinal, access)
 
     def seal(self, descriptor: int) -> None:
@@ -151,6 +153,7 @@ class HostDriver:
         """Return a handle to the memfd behind `descriptor`, which must be sealed at exactly `size` bytes."""
         self._check_usable("dup")
         _check_granules(size, "dup")
+        imports.mark()
         with ExitStack() as undo:
             own = extents.duplicate(descriptor)
             undo.callback(os.close, own)
