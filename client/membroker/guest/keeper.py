@@ -525,7 +525,8 @@ class Guest:
         for process in using:
             if not failed:
                 error = self._failure(process, lambda pid: self._suspender.lock(pid, LOCK_SECONDS))
-                failed = f"process {process.pid}: {error}" if error else ""
+                # What it can still do by now, it has done: a locked process imports nothing.
+                failed = f"process {process.pid}: {error}" if error else self._tree.why_not(process.pid)
                 locked += [] if error else [process]
         for process in locked:
             if not failed:

@@ -1,8 +1,8 @@
 """The processes of a guest: all descendants of this process, found in /proc.
 
 This process adopts what its children leave behind (PR_SET_CHILD_SUBREAPER), so a program that forks and lets the parent
-end does not escape. Owns which of them may be suspended: those of this user that have no session of a broker, and never
-had one, as far as the broker has shown.
+end does not escape. Owns which of them may be suspended: those of this user that have never imported memory with this
+library, and that have and had no session of a broker, as far as the broker has shown.
 
 A process that cannot be looked at, for want of descriptors or memory, is not one that is gone: that raises `OSError`.
 """
@@ -14,7 +14,10 @@ import os
 import signal
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
+
+from ..vmm.imports import is_marked
 
 _SET_CHILD_SUBREAPER = 36
 _MOST_WALKS = 10
@@ -37,18 +40,20 @@ class ProcessTree:
     def __init__(self, sessions: Callable[[], Iterable[int]], besides: Iterable[int] = ()) -> None:
         self._sessions = sessions
         self._besides = frozenset(besides)
+        self._seen: set[int] = set()
         self._with_sessions: set[tuple[int, str]] = set()
         """Processes that have or had a session: pid and start time."""
 
     def pids(self) -> list[int]:
-        """Return the pids of all that live. One whose parent ends meanwhile is found in another place."""
-        before: set[int] | None = None
+        """Return the pids of all that live. One whose parent ends meanwhile is found in another place.
+
+        A program may have hundreds of threads, each of which is asked for its children: 10 us for each.
+        """
         for _ in range(_MOST_WALKS):
-            found = self._walk()
-            if found == before:
+            before, self._seen = self._seen, self._walk()
+            if self._seen == before:
                 break
-            before = found
-        return sorted(found)
+        return sorted(self._seen)
 
     def _walk(self) -> set[int]:
         found, left = set[int](), [os.getpid()]
@@ -71,13 +76,15 @@ class ProcessTree:
 
     def why_not(self, pid: int) -> str:
         """Return why a process of the tree must not be suspended, as half a sentence, or ""."""
-        if (pid, start_of(pid)) in self._with_sessions:
-            return f"process {pid} has used memory of a broker, and would die of it"
         try:
-            uid = os.stat(f"/proc/{pid}").st_uid
+            if os.stat(f"/proc/{pid}").st_uid != os.geteuid():
+                return f"process {pid} belongs to another user"
+            has_imported = (pid, start_of(pid)) in self._with_sessions or is_marked(pid)
         except FileNotFoundError:
             return ""  # it is gone
-        return "" if uid == os.geteuid() else f"process {pid} belongs to another user"
+        except PermissionError:
+            return f"process {pid} does not let other processes look at it"
+        return f"process {pid} has used memory of a broker, and would die of it" if has_imported else ""
 
     def end(self) -> None:
         """Kill all, and what they begin meanwhile. The caller has blocked SIGCHLD."""
@@ -101,17 +108,32 @@ def children(pid: int) -> list[int]:
         return []
     for task in tasks:
         with suppress(FileNotFoundError, ProcessLookupError):  # this thread has ended
-            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+            found += map(int, _read(f"/proc/{pid}/task/{task}/children").split())
+    return found
+
+
+def marked(variable: str) -> list[int]:
+    """Return the processes of this user that have begun with this in their environment."""
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):  # it is gone, or another user's
+            if variable.encode() in _read(f"/proc/{pid}/environ").split(b"\0"):
+                found.append(int(pid))
     return found
 
 
 def start_of(pid: int) -> str:
     """Return when a process started, in the kernel's own unit; "" if it is gone or a zombie."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    return fields[19] if fields[0] not in ("Z", "X") else ""
+    return fields[19].decode() if fields[0] not in (b"Z", b"X") else ""
+
+
+def _read(file: str) -> bytes:
+    with FileIO(file) as opened:
+        return opened.readall()
 
 
 def open_process(pid: int, start: str) -> int | None:
