@@ -1,11 +1,115 @@
-"""How much host memory the image of a guest may still take: of the machine, and of the control groups around it."""
+"""How much host memory the image of a guest may still take: of the machine, and of the control groups around it.
+
+Guests that fall asleep at the same time would all find the same memory free. So each claims what its image will take in
+a file that the guests of one user share, until the image is made.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..vmm.sizes import format_size
+from .tree import start_of
+
 _GROUPS = Path("/sys/fs/cgroup")
+CLAIMS = Path("/dev/shm")
+CLAIM_SECONDS = 60.0
+"""How long a guest waits until others have made their images."""
+LOOK_SECONDS = 0.05
+LOCK_TRIES = 40
+MOST_CLAIM_BYTES = 1 << 16
+"""A file of claims that is larger is not one."""
+
+
+@contextmanager
+def claimed(size: int) -> Iterator[str]:
+    """Claim what an image takes while it is made. Yield why there is too little, as half a sentence, or "".
+
+    What others have claimed may be taken already or not, so one that finds too little beside it waits for them.
+    """
+    end, me = time.monotonic() + CLAIM_SECONDS, (os.getpid(), start_of(os.getpid()))
+    lacking, others = _claim(size, me)
+    while lacking and others and time.monotonic() < end:
+        time.sleep(LOOK_SECONDS)
+        lacking, others = _claim(size, me)
+    try:
+        yield lacking
+    finally:
+        with _claims() as claims:
+            claims.pop(me, None)
+
+
+def _claim(size: int, me: tuple[int, str]) -> tuple[str, int]:
+    """Claim so much beside what others claim. Return why that is too much, or "", and how much the others claim."""
+    with _claims() as claims:
+        claims.pop(me, None)
+        free, others = free_bytes(), sum(claims.values())
+        if free is None or size + others <= free:
+            claims[me] = size
+            return "", others
+    beside = f" beside {format_size(others)} for images of others" if others else ""
+    return (
+        f"the machine has {format_size(free)} of memory free, and its image needs {format_size(size)}{beside}",
+        others,
+    )
+
+
+@contextmanager
+def _claims() -> Iterator[dict[tuple[int, str], int]]:
+    """Yield what the living guests of this user claim, by pid and start, and write it down at the end.
+
+    Without such a file, as in a container without /dev/shm, each guest knows its own claim alone.
+    """
+    path = CLAIMS / f"membroker-images-{os.geteuid()}"
+    file = _locked(path)
+    if file is None:
+        yield {}
+        return
+    try:
+        claims = _parsed(os.read(file, MOST_CLAIM_BYTES))
+        yield claims
+        with suppress(OSError):  # no room: the others do not know of it
+            os.ftruncate(file, 0)
+            os.pwrite(file, "".join(f"{pid} {start} {size}\n" for (pid, start), size in claims.items()).encode(), 0)
+        if not claims:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(file)
+
+
+def _locked(path: Path) -> int | None:
+    """Open the file and lock it. Return None if that cannot be done, as when its holder has been stopped."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    for _ in range(LOCK_TRIES):
+        try:
+            file = os.open(path, flags, 0o600)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = os.fstat(file)
+            if found.st_uid == os.geteuid() and found.st_nlink:  # else it is another user's, or the last one's no more
+                return file
+        except BlockingIOError:
+            pass
+        os.close(file)
+        time.sleep(LOOK_SECONDS)
+    return None
+
+
+def _parsed(text: bytes) -> dict[tuple[int, str], int]:
+    found = {}
+    for line in text.splitlines():
+        with suppress(ValueError):
+            pid, start, size = line.decode().split()
+            if start_of(int(pid)) == start:
+                found[int(pid), start] = max(0, int(size))
+    return found
 
 
 def free_bytes() -> int | None:

@@ -28,7 +28,7 @@ from ..ext import start_thread
 from ..types import SleepRequest, SleepStatus
 from ..vmm.driver import DriverError
 from ..vmm.sizes import format_size
-from .host_memory import free_bytes
+from .host_memory import claimed
 from .settings import Settings
 from .suspender import Suspender
 from .tree import ProcessTree
@@ -469,7 +469,10 @@ class Guest:
     def _suspend_all(self, using: list[UsingProcess]) -> str:
         """Suspend these, and what begins to use the device meanwhile. Return why that fails, as half a sentence."""
         for _ in range(MOST_ROUNDS):
-            failed = self._why_not(using) or self._suspend(using)
+            failed = self._why_not(using)
+            if not failed:
+                with claimed(sum(process.size for process in using)) as lacking:
+                    failed = lacking or self._suspend(using)
             if failed:
                 return failed
             using = self._using()
@@ -505,15 +508,11 @@ class Guest:
             return self._must_run
         self._tree.look_at_sessions()
         reasons = filter(None, [self._tree.why_not(process.pid) for process in using])
-        size = sum(one.size for one in using)
-        free = free_bytes()
-        if free is not None and size > free:
-            return f"the machine has {format_size(free)} of memory free, and its image needs {format_size(size)}"
         if reason := next(reasons, ""):
             return reason
         if self._settings.charges_host:
             try:
-                self._model.declare(size + self._image(), "host")
+                self._model.declare(sum(process.size for process in using) + self._image(), "host")
             except OutOfMemory as error:
                 return f"the broker does not lend host memory for its image: {error}"
         return ""
