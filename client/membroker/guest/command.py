@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from .settings import Ports, Settings
 from .stand_in import StandInSuspender
 from .suspender import Suspender
 from .tree import ProcessTree, adopt_orphans
-from .warden import Warden
+from .warden import VARIABLE, Warden
 
 FORWARDED = (
     *(signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT),
@@ -55,6 +55,8 @@ def run(
 
     `found` is the program's file. Raises a `MembrokerError` if it cannot be started as a guest.
     """
+    if VARIABLE in os.environ:
+        raise MembrokerError("this is part of a guest, which sleeps as a whole: run the program without --guest")
     with ExitStack() as stack:
         door = None
         if ports is not None:
@@ -84,7 +86,7 @@ def run(
             line.open_model, suspender, tree, settings, say=say, end=child.end, watch=warden.watch, listens=listens
         )
         _borrow(guest, settings, timeout)
-        child.start(found, program)
+        child.start(found, program, {VARIABLE: warden.mark})
         stack.callback(tree.end)
         warden.watch([child.pid])
         guest.start()
@@ -164,9 +166,9 @@ class _Program:
         self._file = -1
         """A pidfd: a signal never goes to another process that got the pid."""
 
-    def start(self, found: str, program: list[str]) -> None:
-        """Start it, with the signals as this process got them. Raises `OSError`."""
-        environment: Mapping[str, str] = {key: value for key, value in os.environ.items() if key not in _VARIABLES}
+    def start(self, found: str, program: list[str], more: dict[str, str]) -> None:
+        """Start it, with `more` in its environment, and the signals as this process got them. Raises `OSError`."""
+        environment = {key: value for key, value in os.environ.items() if key not in _VARIABLES} | more
         sys.stdout.flush()
         defaults = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores them, and the program would inherit that
         self.pid = os.posix_spawn(found, program, environment, setsigmask=(), setsigdef=defaults)
@@ -205,7 +207,9 @@ class _Program:
                 return 1 << 8
             if not pid:
                 return None
-            if pid == warden.pid:
+            if pid == warden.pid and os.WIFSTOPPED(status):
+                warden.go_on()
+            elif pid == warden.pid:
                 guest.keep_awake("the process was killed that would end the program if this command were killed")
             elif pid == self.pid and not os.WIFSTOPPED(status):
                 return status

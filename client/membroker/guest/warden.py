@@ -2,7 +2,8 @@
 
 A process that is suspended and has no parent would sleep forever, and one that runs would use memory that nobody is
 charged for. The warden holds a pidfd of each, so it never hits a process that got the pid of another one. It stops them
-all before it kills one, and finds the children that they had begun by then: so none of those escapes.
+all before it kills one, and finds the children that they had begun by then, and what has lost its parents since the
+last look: a variable marks all processes of a guest. So none of those escapes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import signal
 from collections.abc import Iterable
 from contextlib import suppress
 
-from .tree import children, open_process, start_of
+from .tree import children, marked, open_process, start_of
+
+VARIABLE = "MEMBROKER_GUEST"
+"""Is in the environment of all processes of a guest: the pid of its command, and when that started."""
 
 _IGNORED = (
     signal.SIGINT,
@@ -34,6 +38,8 @@ class Warden:
     def __init__(self) -> None:
         reading, self._writing = os.pipe2(os.O_CLOEXEC)
         self._watched: set[int] = set()
+        self.mark: str = f"{os.getpid()}-{start_of(os.getpid())}"
+        """The value of the variable for the program."""
         self.pid: int = os.fork()
         if not self.pid:
             status = 1
@@ -42,28 +48,38 @@ class Warden:
                 os.setsid()  # a terminal's signals are not for it
                 for number in _IGNORED:
                     signal.signal(number, signal.SIG_IGN)
-                _watch(reading)
+                _watch(reading, f"{VARIABLE}={self.mark}")
                 status = 0
             finally:
                 os._exit(status)
         os.close(reading)
+        os.set_blocking(self._writing, False)  # somebody may have stopped it
+        self._file = os.pidfd_open(self.pid)
 
     def watch(self, pids: list[int]) -> None:
         """End these, too, when this process ends."""
-        for pid in pids:
-            if pid not in self._watched:
-                with suppress(OSError):
-                    os.write(self._writing, f"{pid} {start_of(pid)}\n".encode())
-        self._watched = set(pids)
+        watched = self._watched.intersection(pids)
+        for pid in set(pids) - watched:
+            with suppress(OSError):
+                os.write(self._writing, f"{pid} {start_of(pid)}\n".encode())
+                watched.add(pid)
+        self._watched = watched
+
+    def go_on(self) -> None:
+        """Let it run again: somebody has stopped it."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._file, signal.SIGCONT)
 
     def close(self) -> None:
         """Let the warden end what is left, and wait for it."""
         os.close(self._writing)
+        self.go_on()
         with suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
+        os.close(self._file)
 
 
-def _watch(reading: int) -> None:
+def _watch(reading: int, mark: str) -> None:
     watched: dict[int, int] = {}
     most = _MANY
     with os.fdopen(reading) as lines:
@@ -73,7 +89,7 @@ def _watch(reading: int) -> None:
             if len(watched) > most:
                 _forget(watched)
                 most = len(watched) + _MANY
-    _end(watched)
+    _end(watched, mark)
 
 
 def _add(watched: dict[int, int], pid: int, start: str) -> bool:
@@ -106,17 +122,22 @@ def _forget(watched: dict[int, int]) -> None:
         os.close(watched.pop(pid))
 
 
-def _end(watched: dict[int, int]) -> None:
-    """Stop all, and the children that they have, until there are no more; then kill all."""
-    new = set(watched)
-    while new:
-        _send(signal.SIGSTOP, [watched[pid] for pid in new])
-        parents, new = new, set()
-        for parent in parents:
-            if not _has_ended(watched[parent]):
-                found = children(parent)
-                new |= {pid for pid in found if _add(watched, pid, start_of(pid))}
-    _send(signal.SIGKILL, watched.values())
+def _end(watched: dict[int, int], mark: str) -> None:
+    """Stop all, and the children that they have, until there are no more; then kill all. Then look for the mark."""
+    new, is_looking = set(watched), True
+    while is_looking:
+        ended = set(new)
+        while new:
+            _send(signal.SIGSTOP, [watched[pid] for pid in new])
+            parents, new = new, set()
+            for parent in parents:
+                if not _has_ended(watched[parent]):
+                    found = children(parent)
+                    new |= {pid for pid in found if _add(watched, pid, start_of(pid))}
+            ended |= new
+        _send(signal.SIGKILL, [watched[pid] for pid in ended])
+        new = {pid for pid in marked(mark) if _add(watched, pid, start_of(pid))}
+        is_looking = bool(new)
 
 
 def _send(number: signal.Signals, files: Iterable[int]) -> None:

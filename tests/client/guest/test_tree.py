@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import os
-import resource
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.support.daemons import until
-from tests.support.sizes import MIB
+from tests.support.daemons import DEADLINE_SECONDS, until
+from tests.support.garbage import without_collections
+from tests.support.processes import descriptors, descriptors_limited
 from tests.support.workers import is_gone
 
-from membroker.guest import warden
-from membroker.guest.host_memory import of_groups
+from membroker.guest import tree, warden
 from membroker.guest.tree import ProcessTree, kill, open_process, start_of
-from membroker.guest.warden import Warden
+from membroker.guest.warden import VARIABLE, Warden
 
+PIPE_BYTES = 1 << 16
 PARENT = "import subprocess; child = subprocess.Popen(['sleep', '1000']); print(child.pid, flush=True); child.wait()"
-
-
-@contextmanager
-def descriptors_limited(most: int) -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.fixture
@@ -60,6 +50,48 @@ def test_one_that_once_had_a_session_is_never_suspended_any_more(family: tuple[i
     assert tree.why_not(family[0]) == ""
 
 
+IMPORTING = """
+import os, sys
+from membroker import vmm
+driver = vmm.open_driver("host")
+(descriptor,) = driver.lend(driver.device.granularity, 1, vmm.Location.DEVICE)
+print(os.getpid(), flush=True)
+sys.stdin.readline()
+if sys.argv[1] == "map":
+    address = driver.reserve(driver.device.granularity)
+    driver.map_descriptors(address, [descriptor], driver.device.granularity)
+else:
+    driver.release(driver.import_extent(descriptor, driver.device.granularity))
+os.close(descriptor)
+driver.close()
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("how", ["map", "import"])
+def test_one_that_ever_imported_memory_is_never_suspended_also_without_a_session(how: str) -> None:
+    """It has released all, and nobody knows of which broker it was: CUDA's driver would kill it."""
+    command = [sys.executable, "-c", IMPORTING, how]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert ProcessTree(list).why_not(pid) == "", "what it has made itself does no harm"
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "done\n"
+        assert ProcessTree(list).why_not(pid) == f"process {pid} has used memory of a broker, and would die of it"
+
+
+def test_one_that_does_not_let_itself_be_looked_at_is_not_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(pid: int) -> bool:
+        raise PermissionError
+
+    monkeypatch.setattr(tree, "is_marked", closed)
+    assert ProcessTree(list).why_not(os.getpid()) == f"process {os.getpid()} does not let other processes look at it"
+
+
 def test_one_that_is_gone_has_no_start(family: tuple[int, int]) -> None:
     tree = ProcessTree(list)
     assert tree.start_of(family[0]) != ""
@@ -69,11 +101,12 @@ def test_one_that_is_gone_has_no_start(family: tuple[int, int]) -> None:
 def test_one_that_cannot_be_looked_at_is_not_taken_for_gone(family: tuple[int, int]) -> None:
     """A program would be left asleep, because its processes seem to have ended."""
     tree = ProcessTree(list)
+    descriptors()  # what an earlier test has left would make room later
     highest = max(map(int, os.listdir("/proc/self/fd")))
     fillers = [os.open("/dev/null", os.O_RDONLY)]
     while fillers[-1] < highest:
         fillers.append(os.open("/dev/null", os.O_RDONLY))
-    with descriptors_limited(fillers[-1] + 1):
+    with without_collections(), descriptors_limited(fillers[-1] + 1):
         for look in (tree.pids, lambda: tree.start_of(family[0]), lambda: tree.why_not(family[0])):
             with pytest.raises(OSError, match="Too many open files"):
                 look()
@@ -108,7 +141,7 @@ assert tree.pids() == []
 def test_all_are_ended_that_a_program_has_left_behind() -> None:
     """One has a session of its own, and one lost both its parents."""
     with tempfile.NamedTemporaryFile() as said:
-        subprocess.run([sys.executable, "-c", ENDING, said.name], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", ENDING, said.name], check=True, timeout=DEADLINE_SECONDS)
         pids = list(map(int, Path(said.name).read_text().split()))
     assert len(pids) == 2
     assert all(is_gone(pid) for pid in pids)
@@ -124,8 +157,36 @@ def test_what_it_watches_ends_with_it_and_the_children_that_nobody_has_named() -
         child = int(parent.stdout.readline())
         watching.watch([parent.pid])
         watching.close()
-        assert parent.wait(60) == -9
+        assert parent.wait(DEADLINE_SECONDS) == -9
         until(lambda: is_gone(child))
+
+
+def test_what_nobody_has_named_and_has_lost_its_parents_ends_too() -> None:
+    """A program has left it behind since the last look: it is found by a variable, as long as it keeps that."""
+    watching = Warden()
+    script = "setsid sleep 1000 >/dev/null & echo $!; env - setsid sleep 1000 >/dev/null & echo $!"
+    environment = {**os.environ, VARIABLE: watching.mark}
+    left = subprocess.run(["sh", "-c", script], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    marked, unmarked = map(int, left.stdout.split())
+    for pid in (marked, unmarked):  # before it is what it is to be, a process may have no environment, or the shell's
+        until(lambda pid=pid: Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep\0"))
+    assert VARIABLE.encode() not in Path(f"/proc/{unmarked}/environ").read_bytes()
+    watching.close()
+    until(lambda: is_gone(marked))
+    assert not is_gone(unmarked)
+    os.kill(unmarked, signal.SIGKILL)
+
+
+def test_a_stopped_one_keeps_nobody_waiting_and_ends_what_it_watches() -> None:
+    watching = Warden()
+    os.kill(watching.pid, signal.SIGSTOP)
+    with subprocess.Popen(["sleep", "1000"]) as last:
+        watching.watch([last.pid])
+        for _ in range(PIPE_BYTES // len(f"{last.pid} 1\n")):
+            watching.watch([])
+            watching.watch([last.pid])
+        watching.close()
+        assert last.wait(DEADLINE_SECONDS) == -9
 
 
 def test_a_process_that_got_the_pid_of_one_that_it_watches_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +196,7 @@ def test_a_process_that_got_the_pid_of_one_that_it_watches_is_left_alone(monkeyp
         watching.watch([other.pid])
         watching.close()
         assert other.poll() is None
-        other.communicate(b"", timeout=60)
+        other.communicate(b"", timeout=DEADLINE_SECONDS)
         assert other.returncode == 0
 
 
@@ -149,23 +210,4 @@ def test_thousands_of_short_processes_leave_it_descriptors_for_the_next_one() ->
     with subprocess.Popen(["sleep", "1000"]) as last:
         watching.watch([last.pid])
         watching.close()
-        assert last.wait(60) == -9
-
-
-# Host memory for an image
-
-
-def test_the_least_that_a_group_leaves_counts_and_memory_of_files_is_free(tmp_path: Path) -> None:
-    """A program in a container, or a service with MemoryMax, is killed at its own limit."""
-    own = tmp_path / "groups" / "slice" / "service"
-    own.mkdir(parents=True)
-    for path, limit, used in ((own.parent, str(100 * MIB), 90 * MIB), (own, str(80 * MIB), 60 * MIB)):
-        (path / "memory.max").write_text(f"{limit}\n")
-        (path / "memory.current").write_text(f"{used}\n")
-    (own / "memory.stat").write_text(f"anon 1\ninactive_file {15 * MIB}\n")
-    file = tmp_path / "cgroup"
-    file.write_text("0::/slice/service\n")
-    assert list(of_groups(tmp_path / "groups", file)) == [35 * MIB, 10 * MIB]
-    (own / "memory.max").write_text("max\n")
-    assert list(of_groups(tmp_path / "groups", file)) == [10 * MIB]
-    assert list(of_groups(tmp_path / "groups", tmp_path / "none")) == []
+        assert last.wait(DEADLINE_SECONDS) == -9
