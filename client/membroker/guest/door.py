@@ -3,7 +3,9 @@
 A connection to a sleeping program waits until it is awake, and one to a program that still starts until it listens.
 Bytes are forwarded untouched, so HTTP, streaming and WebSocket pass. One that ends without a byte, as a probe does,
 wakes nobody; one that ends while it waits is forgotten. No more are open than this process has descriptors for: others
-wait in the kernel's queue until some have ended, and one whose client is silent after the program has closed is ended.
+wait in the kernel's queue until some have ended. One whose client is silent after the program has closed is ended, and
+so is one whose client has vanished, as a laptop that was shut: it would keep the program awake. What one side breaks
+off is broken off for the other side, too.
 
 Owns the connections; must never look into them.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import struct
 import threading
 from contextlib import suppress
 
@@ -31,7 +34,11 @@ SILENT_SECONDS = 60.0
 MOST_CONNECTIONS = 512
 KEPT_DESCRIPTORS = 128
 """Descriptors that the connections leave to the rest of this process."""
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
+"""A client that answers nothing for two minutes has vanished."""
 _CHUNK = 1 << 16
+_ENDED = (7, 8)
+"""The states CLOSE and CLOSE_WAIT of a connection, in which TCP_INFO begins (linux/tcp.h)."""
 _ADDRESSES = ("127.0.0.1", "::1")
 
 
@@ -62,11 +69,15 @@ class Door:
         family = socket.AF_INET6 if ":" in ports.address else socket.AF_INET
         self._listener = socket.create_server((ports.address, ports.port), family=family, backlog=1024)
         self._listener.setblocking(False)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit it
+        for option, value in _KEEPALIVE:
+            self._listener.setsockopt(socket.IPPROTO_TCP, option, value)
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
         self._closing = asyncio.Event()
         self._awake = asyncio.Event()
+        self._connecting = asyncio.Lock()
 
     def open(self, guest: Guest) -> None:
         """Let connections in."""
@@ -147,9 +158,11 @@ class Door:
         program, side = self._loop.create_task(self._connect()), None
         try:
             while not program.done():  # so much is read, to see whether the client goes away
-                if len(early) >= _CHUNK:
-                    await asyncio.wait([program])
-                    break
+                if len(early) >= _CHUNK:  # no more is read, so its end is not either
+                    await asyncio.wait([program], timeout=CONNECT_SECONDS)
+                    if not program.done() and _has_gone(writer):
+                        return
+                    continue
                 read = self._loop.create_task(reader.read(_CHUNK - len(early)))
                 await asyncio.wait([program, read], return_when=asyncio.FIRST_COMPLETED)
                 if not read.done():
@@ -167,17 +180,21 @@ class Door:
         try:
             forth.write(early)
             await _exchange((reader, writer), (back, forth))
+        except OSError:
+            _break_off(writer)
+            _break_off(forth)
         finally:
             forth.close()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Wait until the program is awake and listens."""
-        while True:
-            await self._awake.wait()
-            for address in _ADDRESSES:
-                with suppress(OSError):
-                    return await asyncio.open_connection(address, self._ports.program)
-            await asyncio.sleep(CONNECT_SECONDS)
+        """Wait until the program is awake and listens. One connection tries it for all that wait."""
+        async with self._connecting:
+            while True:
+                await self._awake.wait()
+                for address in _ADDRESSES:
+                    with suppress(OSError):
+                        return await asyncio.open_connection(address, self._ports.program)
+                await asyncio.sleep(CONNECT_SECONDS)
 
 
 _Side = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -202,6 +219,19 @@ async def _exchange(client: _Side, program: _Side) -> None:
         there.cancel()
         back.cancel()
         await asyncio.gather(there, back, return_exceptions=True)
+
+
+def _has_gone(writer: asyncio.StreamWriter) -> bool:
+    """Say whether the other side has closed the connection or broken it off, as the kernel knows."""
+    info: bytes = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+    return info[0] in _ENDED
+
+
+def _break_off(writer: asyncio.StreamWriter) -> None:
+    """End a connection by a reset after what is on its way: its end would say that this was all."""
+    with suppress(OSError):
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.close()
 
 
 async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter, silent: float | None = None) -> None:

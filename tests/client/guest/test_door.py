@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 
 from membroker.guest import door
 from membroker.guest.door import Door
@@ -19,6 +21,8 @@ from membroker.guest.keeper import Guest
 from membroker.guest.settings import Ports
 
 NEVER = 1e6
+SAID_BYTES = 1 << 15
+"""It fits into a socket whose other end has read nothing: a reset drops what is not under way."""
 
 
 class FakeGuest:
@@ -40,17 +44,18 @@ class Bench:
     def __init__(self, family: socket.AddressFamily = socket.AF_INET) -> None:
         address = "127.0.0.1" if family == socket.AF_INET else "::1"
         self.listener = socket.create_server((address, 0), family=family)
-        self.listener.settimeout(60)
+        self.listener.settimeout(DEADLINE_SECONDS)
         self.guest = FakeGuest()
-        program = self.listener.getsockname()[1]
-        self.door = Door(Ports("127.0.0.1", 0, program))  # a port that the kernel chooses: no other program can have it
+        self.program = self.listener.getsockname()[1]
+        self.address = address
+        self.door = Door(Ports(address, 0, self.program))  # 0: a port that no other program can have
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.door.port), timeout=60)
+        return socket.create_connection((self.address, self.door.port), timeout=DEADLINE_SECONDS)
 
     def accept(self) -> socket.socket:
         connection, _ = self.listener.accept()
-        connection.settimeout(60)
+        connection.settimeout(DEADLINE_SECONDS)
         return connection
 
     def is_left(self) -> None:
@@ -77,7 +82,7 @@ def test_a_probe_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
             bench.connect().close()
         with bench.connect() as client:
             client.sendall(b"GET")
-            assert bench.guest.came.wait(60)
+            assert bench.guest.came.wait(DEADLINE_SECONDS)
             assert bench.guest.most == 1
             bench.guest.is_awake = True
             with bench.accept() as program:
@@ -87,20 +92,21 @@ def test_a_probe_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_client_that_waits_for_the_server_to_speak_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "FIRST_SECONDS", 0.01)
     with opened(is_awake=False) as bench, bench.connect() as client:
-        assert bench.guest.came.wait(60)
+        assert bench.guest.came.wait(DEADLINE_SECONDS)
         bench.guest.is_awake = True
         with bench.accept() as program:
             program.sendall(b"220 hello")
             assert client.recv(100) == b"220 hello"
 
 
-def test_a_client_that_goes_while_it_waits_is_forgotten() -> None:
-    """A client with a time-out asks again and again, while the broker has no room."""
+@pytest.mark.parametrize("said", [b"GET", bytes(1 << 17)])
+def test_a_client_that_goes_while_it_waits_is_forgotten(said: bytes) -> None:
+    """A client with a time-out asks again and again, while the broker has no room; also one that has said much."""
     with opened(is_awake=False) as bench:
         for _ in range(5):
             with bench.connect() as client:
-                client.sendall(b"GET")
-                assert bench.guest.came.wait(60)
+                client.sendall(said)
+                assert bench.guest.came.wait(DEADLINE_SECONDS)
                 bench.guest.came.clear()
         bench.is_left()
 
@@ -160,8 +166,98 @@ def test_a_client_that_breaks_off_ends_the_connection_to_the_program() -> None:
             assert program.recv(100) == b"GET"
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.close()
-            assert program.recv(100) == b""
+            with pytest.raises(ConnectionResetError):
+                program.recv(100)
             bench.is_left()
+
+
+def test_a_program_that_breaks_off_does_not_seem_to_have_said_all() -> None:
+    """An answer without a length ends with the connection: a half would be taken for the whole."""
+    with opened() as bench, bench.connect() as client:
+        client.sendall(b"GET")
+        program = bench.accept()
+        assert program.recv(100) == b"GET"
+        program.sendall(b"half")
+        assert client.recv(100) == b"half"
+        program.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        program.close()
+        with pytest.raises(ConnectionResetError):
+            client.recv(100)
+        bench.is_left()
+
+
+def test_what_a_program_says_before_it_breaks_off_reaches_the_client() -> None:
+    """A server that refuses a large request answers without reading it, and closes: that is a reset."""
+    with opened() as bench, bench.connect() as client:
+        client.sendall(b"POST")
+        with bench.accept() as program:
+            assert program.recv(1) == b"P"
+            program.sendall(bytes(SAID_BYTES))
+        got = 0
+        with suppress(ConnectionResetError):
+            while data := client.recv(1 << 16):
+                got += len(data)
+        assert got == SAID_BYTES
+        bench.is_left()
+
+
+def test_a_long_conversation_goes_through_also_over_a_sleep() -> None:
+    """As a WebSocket's, or the next request of a connection that is kept alive."""
+    with opened() as bench, bench.connect() as client:
+        client.sendall(b"0")
+        with bench.accept() as program:
+            for turn in range(3):
+                assert program.recv(1 << 17)
+                program.sendall(b"%d" % turn)
+                assert client.recv(100) == b"%d" % turn
+                bench.guest.is_awake = turn == 1
+                until(lambda: bench.door._awake.is_set() == bench.guest.is_awake)
+                client.sendall(bytes(1 << 16))
+            assert bench.guest.connections == 1
+
+
+def test_a_client_that_has_vanished_is_looked_for() -> None:
+    """It would be counted for ever, and the program kept awake. The kernel asks it: its timer 2 runs."""
+
+    def timers() -> set[str]:
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        return {
+            row[5].partition(":")[0] for row in rows if row[1].endswith(f":{bench.door.port:04X}") and row[3] == "01"
+        }
+
+    with opened() as bench, bench.connect() as client:
+        client.sendall(b"GET")
+        with bench.accept():
+            until(lambda: timers() == {"02"})
+
+
+def test_a_program_that_does_not_listen_yet_is_tried_by_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flood of clients must not become a flood of attempts."""
+    was, trying, most, tried = asyncio.open_connection, 0, 0, threading.Semaphore(0)
+
+    async def connect(*arguments: Any, **named: Any) -> Any:
+        nonlocal trying, most
+        trying += "sock" not in named
+        most = max(most, trying)
+        tried.release()
+        try:
+            await asyncio.sleep(0)
+            return await was(*arguments, **named)
+        finally:
+            trying -= "sock" not in named
+
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    monkeypatch.setattr(door, "CONNECT_SECONDS", 0.001)
+    with opened() as bench, ExitStack() as clients:
+        bench.listener.close()
+        silent = clients.enter_context(socket.socket())  # nobody else gets the port meanwhile
+        silent.bind((bench.address, bench.program))
+        for _ in range(20):
+            clients.enter_context(bench.connect()).sendall(b"GET")
+        until(lambda: bench.guest.connections == 20)
+        for _ in range(100):
+            assert tried.acquire(timeout=DEADLINE_SECONDS)
+    assert most == 1
 
 
 def test_a_client_that_has_said_all_gets_all() -> None:
@@ -176,7 +272,7 @@ def test_a_client_that_has_said_all_gets_all() -> None:
         bench.is_left()
 
 
-def test_a_program_that_listens_at_ipv6_alone_is_found() -> None:
+def test_a_door_and_a_program_that_listen_at_ipv6_alone_are_found() -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6")
     try:
