@@ -33,7 +33,7 @@ from .warden import VARIABLE, Warden
 
 FORWARDED = (
     *(signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT),
-    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH),
 )
 _FOR_TERMINAL = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 """What stops a job of a shell."""
