@@ -24,7 +24,7 @@ from typing import Literal
 from ..errors import AccessDenied, BrokerAbsent, BrokerUnavailable, MembrokerError
 from ..ext import OPEN_PER_SESSION, names, ownership, paths, sessions_for, system_calls
 from ..ext import endpoint as endpoints
-from ..guest.cuda import why_not
+from ..guest.cuda import has_pids_of_machine, why_not
 from ..vmm import open_driver
 from ..vmm.cuda.gpu import load_bindings
 from ..vmm.driver import DriverError, DriverUnavailable, Location
@@ -42,6 +42,8 @@ LONG_ENDPOINT = "gpu-12345678/tenants/" + "n" * 24 + "/handoff.sock"
 """A tenant's name may be longer, and its path then has room in a shorter directory."""
 SHORTEST_ENDPOINT = "gpu-12345678/tenants/default/handoff.sock"
 SO_PEERPIDFD = 77
+MPS_CONTROL = Path("/tmp/nvidia-mps/control")
+"""Where NVIDIA's MPS listens if no variable says so."""
 BROKER_PACKAGES = {
     "prometheus_client": "prometheus-client",
     "grpc_health": "grpcio-health-checking",
@@ -313,11 +315,13 @@ def check_guests() -> Check:
     found = f"driver {version} on {platform.machine()}"
     if reason := why_not(load_bindings(), version, platform.machine()):
         return Check(name, "warn", found, f"`membroker run --guest` needs --no-sleep here: {reason}")
-    untried = ["a MIG slice"] * uuid.startswith("MIG-") + ["MPS"] * ("CUDA_MPS_PIPE_DIRECTORY" in os.environ)
+    has_mps = "CUDA_MPS_PIPE_DIRECTORY" in os.environ or MPS_CONTROL.exists()
+    untried = ["a MIG slice"] * uuid.startswith("MIG-") + ["MPS"] * has_mps
     if untried:
         advice = f"nobody has tried it with {' or '.join(untried)}: try it with a program that you can lose"
         return Check(name, "warn", found, advice)
-    return Check(name, "ok", f"{found} can suspend processes of this user: `membroker run --guest`")
+    where = "" if has_pids_of_machine() else "; in a container only if it has the host's pids (--pid=host)"
+    return Check(name, "ok", f"{found} can suspend processes of this user{where}: `membroker run --guest`")
 
 
 def _unusable_gpu(error: DriverError) -> Check:

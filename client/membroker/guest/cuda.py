@@ -42,13 +42,18 @@ def why_not(bindings: Any, driver_version: str, machine: str) -> str:
     return ""
 
 
+def has_pids_of_machine(proc: Path = Path("/proc")) -> bool:
+    """Say whether the pids here are those of the machine, as outside containers."""
+    return os.readlink(proc / "self/ns/pid") == _FIRST_NAMESPACE
+
+
 def check_namespace(listed: Collection[int], proc: Path = Path("/proc")) -> bool:
     """Say whether NVML has named a process that is one here; raise `DriverError` if it names others alone.
 
     In a container it may name processes by the host's pids. Then a program would seem to use nothing, and its memory
     would be lent while it has it.
     """
-    if os.readlink(proc / "self/ns/pid") == _FIRST_NAMESPACE or any((proc / str(pid)).exists() for pid in listed):
+    if has_pids_of_machine(proc) or any((proc / str(pid)).exists() for pid in listed):
         return True
     if listed:
         detail = "NVML names processes that are not in this container: run it with the host's pids (--pid=host)"
