@@ -8,6 +8,7 @@ all that it has left behind is ended, and this process ends in the same way.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -103,8 +104,12 @@ def run(
 def say(text: str) -> None:
     """Tell the user of the terminal, if anybody reads it: a program must not sleep on because nobody does."""
     if sys.stderr is not None:  # else another file can have its descriptor
+        line = f"membroker: {text}\n".encode(errors="replace")[: select.PIPE_BUF]  # so much a pipe takes at once
         with suppress(OSError, ValueError):  # no buffer: what is left in it would change the exit status
-            os.write(sys.stderr.fileno(), f"membroker: {text}\n".encode(errors="replace"))
+            poll = select.poll()
+            poll.register(sys.stderr.fileno(), select.POLLOUT)
+            if poll.poll(0):  # else its reader has stopped, as `less` does, or Ctrl-S
+                os.write(sys.stderr.fileno(), line)
 
 
 def suspender_for(client: Client, settings: Settings) -> Suspender:

@@ -313,6 +313,7 @@ class Guest:
         if kind != self._last_kind or (text != self._last_text and now - self._last_told_at >= TELL_SECONDS):
             self._last_kind, self._last_told_at = kind, now
             self._say(text)
+        self._last_text = text
 
     def look(self) -> None:
         """Look at the program, and do what is to be done next. The thread does this again and again."""

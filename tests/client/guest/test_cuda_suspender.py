@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.support.fake_cuda import build_fake_cuda, run_beside_fake_cuda
 
+from membroker.errors import MembrokerError
+from membroker.guest import cuda
+from membroker.guest.command import suspender_for
 from membroker.guest.cuda import check_namespace, why_not
+from membroker.guest.settings import Settings
 from membroker.vmm import DriverError
 
 if os.environ.get("MEMBROKER_REQUIRE_FAKE_CUDA") != "1":
@@ -38,6 +43,15 @@ with pytest.raises(DriverError) as error:
     suspender.lock(-1, 1.5)
 assert error.value.code == 304
 suspender.close()
+
+import os
+from membroker.vmm import Location, imports, open_driver
+driver = open_driver("cuda")
+size = driver.device.granularity
+(descriptor,) = driver.lend(size, 1, Location.DEVICE)
+assert not imports.is_marked(os.getpid())
+driver.map_descriptors(driver.reserve(size), [descriptor], size)
+assert imports.is_marked(os.getpid())
 print("done")
 """
 
@@ -78,3 +92,19 @@ def test_what_cannot_is_said(version: str, machine: str, bindings: SimpleNamespa
     reason = why_not(bindings, version, machine)
     assert says in reason
     assert bool(says) == bool(reason)
+
+
+@pytest.mark.parametrize("can_sleep", [True, False])
+def test_a_driver_that_cannot_is_a_sentence_at_the_start_and_no_hindrance_without_sleep(
+    can_sleep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "Gpu", lambda uuid: SimpleNamespace(cuda=SimpleNamespace(), uuid=lambda: uuid))
+    nvml = SimpleNamespace(driver_version="565.57.01", close=lambda: None)
+    monkeypatch.setattr(cuda, "NvmlDevice", lambda uuid: nvml)
+    client: Any = SimpleNamespace(driver_kind="cuda", device_uuid="1")
+    settings = Settings(memory=0, is_auto=False, can_sleep=can_sleep)
+    if can_sleep:
+        with pytest.raises(MembrokerError, match="no program can be put to sleep here"):
+            suspender_for(client, settings)
+    else:
+        assert isinstance(suspender_for(client, settings), cuda.CudaSuspender)

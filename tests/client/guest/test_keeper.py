@@ -15,7 +15,7 @@ from tests.support.sizes import MIB
 
 import membroker
 from membroker.errors import BrokerUnavailable, MembrokerError, OutOfMemory, SessionLost, ThreadLimit
-from membroker.guest import keeper
+from membroker.guest import host_memory, keeper
 from membroker.guest.keeper import Guest
 from membroker.guest.settings import Settings
 from membroker.guest.tree import ProcessTree
@@ -223,7 +223,7 @@ def test_one_that_cannot_be_suspended_runs_on_and_is_firm(call: str, monkeypatch
 def test_what_must_not_be_suspended_is_not_touched(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(10, 20)
     if why.startswith("does"):
-        monkeypatch.setattr(keeper, "free_bytes", lambda: 29 * MIB)
+        monkeypatch.setattr(host_memory, "free_bytes", lambda: 29 * MIB)
     else:
         bench.tree.reasons[11] = f"process 11 {why}"
     recall = bench.recall()
@@ -277,6 +277,21 @@ def test_one_that_uses_more_than_there_is_sleeps_at_once_or_is_ended() -> None:
     bench.guest.look()
     assert bench.states() == ["running"]
     assert bench.ended[0].startswith("it uses 60.0 MiB, and the broker lends it 40.0 MiB")
+
+
+def test_the_same_with_other_numbers_is_not_told_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would fill the journal of a service."""
+    clock, bench = Clock(monkeypatch), Bench(60, free=50 * MIB, can_sleep=False)
+    for grown in range(3):
+        bench.suspender.processes[10].size = (60 + grown) * MIB
+        bench.guest.look()
+    (told,) = bench.said
+    assert told.startswith("it uses 60.0 MiB, and the broker lends it 40.0 MiB")
+    assert bench.guest.status().detail.startswith("it uses 62.0 MiB")
+    clock.passed += keeper.TELL_SECONDS
+    bench.suspender.processes[10].size = 65 * MIB
+    bench.guest.look()
+    assert bench.said[1].startswith("it uses 65.0 MiB")
 
 
 def test_an_operator_waits_until_its_connections_have_ended() -> None:
@@ -375,6 +390,16 @@ def test_who_has_begun_a_session_since_the_last_look_is_not_suspended(monkeypatc
     assert bench.states() == ["running"]
 
 
+def test_who_begins_to_use_a_broker_before_it_is_locked_is_not_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is locked it can import nothing any more, so what is not seen then is not there."""
+    bench = Bench(10, 20)
+    Between(bench, monkeypatch, "lock", 11, lambda: bench.tree.reasons.update({11: "it would die of it"}))
+    assert bench.recall().answers == 1
+    assert bench.states() == ["running", "running"]
+    assert bench.suspender.calls == [("lock", 10), ("lock", 11), ("unlock", 10), ("unlock", 11)]
+    assert bench.said == ["it cannot sleep: it would die of it"]
+
+
 def test_one_that_is_used_says_so_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broker recalls the idlest first, and takes a declaration for a use."""
     clock, bench = Clock(monkeypatch), Bench(10)
@@ -385,6 +410,21 @@ def test_one_that_is_used_says_so_again_and_again(monkeypatch: pytest.MonkeyPatc
             clock.passed += keeper.TOUCH_SECONDS
             bench.guest.look()
         assert len(bench.model.said) - before == 3 * connections
+
+
+def test_a_new_daemon_hears_how_it_is_although_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What guests say is neither in the books nor in the journal."""
+    clock, bench = Clock(monkeypatch), Bench(10)
+    bench.operator()
+    bench.guest.look()
+    monkeypatch.setattr(keeper, "LOOK_SECONDS", 0.001)
+    bench.guest.start()
+    for _ in range(2):
+        until(lambda: bench.model.told is not None and bench.model.told.cause == "operator")
+        bench.model.told = None
+        clock.passed += keeper.SAY_SECONDS
+    until(lambda: bench.model.told is not None)
+    bench.guest.close()
 
 
 def test_one_that_was_refused_waits_before_it_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
