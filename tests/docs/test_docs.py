@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.ports import reserved_port
 from tests.support.template import run as run_python
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -131,6 +132,34 @@ def test_the_commands_of_readme_run_in_order(tmp_path: Path) -> None:
                 assert broker.wait(DEADLINE_SECONDS) == 0
             finally:
                 broker.kill()
+
+
+def test_a_block_that_starts_a_broker_waits_for_it() -> None:
+    """All lines of a block are pasted at once, and a broker takes some time to start."""
+    after = [
+        line for page in DOCS.glob("*.md") for line in re.findall(r"^membrokerd .* &\n(.*)", page.read_text(), re.M)
+    ]
+    assert len(after) > 2
+    assert not [line for line in after if not line.startswith("until membroker status; do sleep 1; done")]
+
+
+@pytest.mark.deep
+def test_guests_can_be_tried_without_a_gpu(tmp_path: Path) -> None:
+    """The block of docs/guests.md, with other ports: a sleeping program wakes for `curl`, as the other one sleeps."""
+    (commands,) = SHELL.findall((DOCS / "guests.md").read_text())
+    for port in ("8188", "8189"):
+        commands = commands.replace(f"1{port}", str(reserved_port())).replace(port, str(reserved_port()))
+    config = tmp_path / "membrokerd.toml"
+    own = f"membrokerd --config {config} --metrics-port 0 "
+    commands = commands.replace("membrokerd ", own).replace("sleep 1;", "sleep 0.1;")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with tempfile.TemporaryDirectory(prefix="mb-") as runtime:
+        config.write_text(f'runtime_directory = "{runtime}/membroker"\nstate_directory = "{tmp_path}"\n')
+        environment = {**os.environ, "PATH": path, "XDG_RUNTIME_DIR": runtime}
+        shell = ["timeout", str(DEADLINE_SECONDS), "bash", "-c", f"{commands}wait"]
+        done = subprocess.run(shell, env=environment, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^\d+\n(?:.*\n)*?.*/comfy  .*\n.*/train \(asleep\)", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_the_requirements_are_those_of_pyproject() -> None:

@@ -1,6 +1,6 @@
 """The guest of the demo: a program that knows nothing of membroker, and serves from memory that it cannot release.
 
-The memory is a stand-in for a GPU's, which can be suspended from outside. Each connection sends a byte, and gets the
+The memory is a stand-in for a GPU's, which can be suspended from outside. Each connection sends something, and gets the
 checksum of all of it. Arguments: its size in bytes, and the port.
 """
 
@@ -26,7 +26,7 @@ def main() -> None:
         while True:
             connection, _ = listener.accept()
             with connection:
-                connection.recv(1)
+                connection.recv(4096)
                 connection.sendall(b"%d\n" % zlib.crc32(memory.read()))
 
 
