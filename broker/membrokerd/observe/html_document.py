@@ -15,18 +15,18 @@ from membroker.wire.names import NODE_VARIABLE
 REFRESH_SECONDS = 5
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2126; --paper: #fbfbfa; --faint: #6a7078; --line: #d9dce0;
-  --free: #e3efe4; --rest: #eceef1; --bad: #b3261e; }
+  --bad: #b3261e; --free: #dcf2de; --rest: #c4c8d0; --unaccounted: #3a3a3a; --guarantee: #0a7d33; --limit: #b3261e;
+  --refused: #7a1f5e; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --paper: #17191c; --faint: #9aa1a9; --line: #33383e;
-  --free: #24382a; --rest: #24282d; --bad: #ff8a80; } }
+  --bad: #ff8a80; --free: #1d5230; --rest: #3f444b; --unaccounted: #f4f4f4; --guarantee: #3ddc6b; --limit: #ff4d3d;
+  --refused: #d83a7a; } }
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 24px auto;
   max-width: 960px; padding: 0 16px; }
 h1 { font-size: 20px; margin: 0; } h2 { font-size: 16px; margin: 28px 0 8px; }
 p { margin: 4px 0; color: var(--faint); } .bad, .bad a, .bad td { color: var(--bad); font-weight: 600; }
-svg { display: block; width: 100%; } svg.bar { height: 34px; border-radius: 3px; background: var(--free); }
+svg { display: block; width: 100%; } svg.bar { height: 34px; box-shadow: 0 0 0 1px var(--line); }
 svg.chart text { font: 12px system-ui, sans-serif; fill: var(--faint); }
 .grid { stroke: var(--line); stroke-width: .5; } .capacity { fill: none; stroke: var(--ink); stroke-dasharray: 4 3; }
-.guarantee { stroke: #0a7d33; stroke-width: 3; } .limit { stroke: #b3261e; stroke-width: 3; }
-.refused { fill: #b3261e; } .waiting { fill: none; stroke: #e08a2c; stroke-width: 1.5; }
 .key { display: flex; flex-wrap: wrap; gap: 4px 16px; padding: 6px 0; margin: 0; list-style: none; font-size: 13px; }
 .key i { display: inline-block; width: 11px; height: 11px; margin-right: 5px; border-radius: 2px; }
 .key svg { display: inline-block; width: 11px; height: 11px; margin-right: 5px; }

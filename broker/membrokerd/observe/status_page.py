@@ -6,7 +6,6 @@ that it did not write. The browser loads it again every few seconds.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -18,10 +17,27 @@ from ..ext import snapshot
 from . import catalog
 from .html_document import document
 from .metrics import MetricsView
-from .pictures import COLOURS, DEFINITIONS, FREE, NOT_LENT, OTHERS, UNACCOUNTED, BarPart, bar, chart, refusals
+from .pictures import (
+    COLOURS,
+    DEFINITIONS,
+    FREE,
+    GUARANTEE,
+    LIMIT,
+    NOT_LENT,
+    OTHERS,
+    REFUSED,
+    UNACCOUNTED,
+    WAITING,
+    BarPart,
+    bar,
+    bar_scale,
+    chart,
+    refusals,
+    waits,
+)
 
 MOST_TENANTS, MOST_MODELS, MOST_PARTS = 64, 200, 20
-"""Shown on the page: the tenants, the models, and the models in a tenant's bar that use the most. /metrics has all."""
+"""Shown on the page: those that use the most; as parts, the models in a tenant's bar. /metrics has all."""
 
 
 def page(view: MetricsView, ended: Mapping[str, int]) -> str:
@@ -29,8 +45,8 @@ def page(view: MetricsView, ended: Mapping[str, int]) -> str:
     device = view.device
     place = f"GPU {device.index}" if device.driver == "cuda" else device.uuid
     used = {tenant.tenant: sum(books.used for books in tenant.locations) for tenant in view.tenants}
-    colours = dict(zip(sorted(used), itertools.cycle(COLOURS), strict=False))
     shown = sorted(used, key=lambda tenant: (-used[tenant], tenant))[:MOST_TENANTS]
+    colours = dict(zip(sorted(shown[: len(COLOURS)]), COLOURS, strict=False))
     sessions = sum(view.sessions.values())
     parts = [
         f"<h1>{escape(view.host)}, {escape(place)}: {escape(device.name)}</h1>",
@@ -42,11 +58,9 @@ def page(view: MetricsView, ended: Mapping[str, int]) -> str:
         if books.capacity:
             parts += _location(view, books, shown, colours)
     parts += ["<h2>The last minutes</h2>", chart(view.history, _scale(view, view.locations[0]), colours)]
-    parts += ["<h2>Refusals and waits</h2>", refusals(view.history)]
-    parts += [
-        "<p>Columns: requests refused. Line: bytes that requests waited for.</p>",
-        *_waits_and_refusals(view, ended),
-    ]
+    parts += ["<h2>Refusals and waits</h2>", _key([(REFUSED, "requests refused, in each two seconds")])]
+    parts += [refusals(view.history), _key([(WAITING, "bytes that waiting requests wanted")]), waits(view.history)]
+    parts += _waits_and_refusals(view, ended)
     parts += ["<h2>Models</h2>", _models(view)]
     parts.append('<p><a href="/metrics">/metrics</a> has all numbers.</p>')
     return document(f"{view.host}, {place}: membroker", DEFINITIONS + "".join(parts))
@@ -99,30 +113,33 @@ def _location(
     models: dict[str, list[snapshot.ModelView]] = {}
     for model in view.models:
         models.setdefault(model.name.tenant, []).append(model)
-    parts = [part for tenant in shown for part in _parts_of(models.get(tenant, ()), tenant, where, colours[tenant])]
-    parts.append(BarPart("other tenants", used - sum(part.size for part in parts), OTHERS))
+    parts = [part for tenant in colours for part in _parts_of(models.get(tenant, ()), tenant, where, colours[tenant])]
+    others = max(0, used - sum(part.size for part in parts))
+    parts.append(BarPart("other tenants", others, OTHERS))
     parts += [
         BarPart("unaccounted", unaccounted, UNACCOUNTED),
         BarPart("free", free, FREE),
         BarPart("not lent", rest, NOT_LENT),
     ]
     yield f"<h2>{where.capitalize()} memory: {format_size(used)} used of {format_size(books.capacity)}</h2>"
-    yield bar(parts, scale, label=f"{where} memory by tenant and model")
+    yield bar(parts, scale, label=f"{where} memory by tenant and model") + bar_scale(scale)
     yield _key(
         [
-            *((colours[tenant], f"{tenant} {format_size(books_of[tenant].used)}") for tenant in shown),
+            *((colour, f"{tenant} {format_size(books_of[tenant].used)}") for tenant, colour in colours.items()),
+            *([(OTHERS, f"other tenants {format_size(others)}")] if others or len(books_of) > len(colours) else []),
             ("releasing", f"releasing {format_size(books.releasing)}"),
             (UNACCOUNTED, "unaccounted " + (format_size(unaccounted) if books.unaccounted is not None else "unknown")),
             (FREE, f"free {format_size(books.free)}"),
             (NOT_LENT, f"not lent {format_size(rest)}"),
-            ("#0a7d33", "line: guarantee"),
-            ("#b3261e", "line: limit"),
+            (GUARANTEE, "line: guarantee"),
+            (LIMIT, "line: limit"),
         ]
     )
     for tenant in shown:
         of_tenant = books_of[tenant]
         if of_tenant.used or of_tenant.guarantee or of_tenant.limit is not None or of_tenant.waiting:
-            yield from _tenant(models.get(tenant, ()), tenant, of_tenant, scale, colours[tenant])
+            yield from _tenant(models.get(tenant, ()), tenant, of_tenant, scale, colours.get(tenant, OTHERS))
+    yield bar_scale(scale) * bool(shown)
     if len(view.tenants) > len(shown):
         yield f"<p>{len(view.tenants) - len(shown)} tenants that use less are not shown.</p>"
 

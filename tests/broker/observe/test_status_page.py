@@ -1,0 +1,134 @@
+"""The page of a device, as HTML of books that a test made up."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from tests.support.calls import calls_of
+from tests.support.pages import Page
+from tests.support.sizes import MIB
+from tests.support.views import FULL, books, model
+
+from membroker.vmm.driver import DeviceInfo
+from membrokerd.core.snapshot import TenantLocationView, TenantView
+from membrokerd.observe import catalog
+from membrokerd.observe.history import SAMPLES, Sample
+from membrokerd.observe.pictures import COLOURS, OTHERS, chart, refusals, round_ticks, waits
+from membrokerd.observe.status_page import MOST_MODELS, page
+
+HOSTILE = '"><script>alert(1)</script>&lt;'
+
+
+def test_every_name_is_escaped() -> None:
+    """The grammar of names allows none of this. The page does not rely on it."""
+    tenant = TenantView(HOSTILE, (TenantLocationView("device", MIB, 2 * MIB, MIB, 1, MIB),), 1, 1, {})
+    view = books(model(HOSTILE, HOSTILE, MIB, limit=2 * MIB, **{HOSTILE: 1}), tenants=(tenant,), unaccounted=5)
+    device = DeviceInfo(HOSTILE, HOSTILE, "cuda", 2 * MIB)
+    history = tuple(Sample(float(at), {HOSTILE: MIB}, MIB, 4 * MIB, MIB, 7, MIB, at) for at in range(3))
+    text = page(replace(view, device=device, version=HOSTILE, history=history), {"granted": 1})
+    assert "<script" not in text
+    shown = Page(text)
+    assert HOSTILE in shown.titles["bytes by tenant over the last minutes"]
+    assert f"{HOSTILE}/{HOSTILE}" in [row[0] for row in shown.rows]
+
+
+def test_the_title_says_where_it_is() -> None:
+    """An operator has a tab for each machine, and all of them were called `membroker: NVIDIA H200`."""
+    shown = page(replace(FULL, host="node-<7>"), {})
+    assert "<title>node-&lt;7&gt;, GPU 0: membroker</title>" in shown
+    assert "<h1>node-&lt;7&gt;, GPU 0: a GPU</h1>" in shown
+
+
+def test_what_is_wrong_stands_at_the_top() -> None:
+    wrong = dict.fromkeys((catalog.DRAINING, catalog.JOURNAL_FULL, catalog.DEVICE_LOST, catalog.DRIVER_FALLBACK), 1)
+    text = Page(page(replace(FULL, figures={**FULL.figures, **wrong}), {})).text
+    for sentence in (
+        "An operator drains this device",
+        "The journal cannot be written",
+        "The device does not answer",
+        "No usable GPU was found",
+        "1.0 MiB of the guarantees cannot be kept now",
+        "1.0 MiB were recalled from workers that do not answer",
+        "1 session has lost its connection.",
+    ):
+        assert sentence in text
+    assert "drains" not in Page(page(FULL, {})).text
+
+
+def test_no_two_things_have_one_colour() -> None:
+    """A tenant's green and the green line of its guarantee looked the same, and the ninth tenant as the first."""
+    tenants = tuple(
+        TenantView(f"t{number}", (TenantLocationView("device", MIB, 3 * MIB, MIB, 1, 0),), 1, 1, {})
+        for number in range(10)
+    )
+    view = books(*(model(f"t{number}", "m", MIB) for number in range(10)), tenants=tenants)
+    sample = Sample(0.0, {f"t{number}": MIB for number in range(10)}, MIB, 256 * MIB, MIB, 7, MIB, 0)
+    text = page(replace(view, history=(sample, sample._replace(at=2.0, refusals=1))), {})
+    key = dict(re.findall(r'<li><i style="background:([^"]+)"></i>([^<]+)</li>', text))
+    assert len(key) == text.count("<li><i"), "one colour twice"
+    assert [key[colour] for colour in COLOURS] == [f"t{number} 1.0 MiB" for number in range(8)]
+    assert key[OTHERS] == "other tenants 2.0 MiB"
+    drawn = set(re.findall(r'<(?:rect|polygon) [^>]*fill="(#\w{6}|var[^"]+)"', text))
+    drawn |= set(re.findall(r' stroke="(#\w+|var[^"]+)"', text))
+    assert drawn <= set(key), "the key says what each is"
+    light, dark = (dict(re.findall(r"--(\w+): (#\w+)", one)) for one in text.split("prefers-color-scheme: dark")[:2])
+    for theme in (light, dark):
+        shown = [theme[colour[6:-1]] if colour.startswith("var") else colour for colour in key]
+        seen = [bytes.fromhex(colour[1:]) for colour in (*shown, theme["paper"])]
+        assert min(math.dist(one, other) for one, other in itertools.combinations(seen, 2)) > 40
+
+
+@pytest.mark.parametrize(
+    ("scale", "base", "ticks"),
+    [
+        (141 << 30, 2, [tick << 30 for tick in (0, 32, 64, 96, 128)]),
+        (8 << 30, 2, [tick << 30 for tick in (0, 2, 4, 6, 8)]),
+        (3, 2, [0, 1, 2, 3]),
+        (1, 10, [0, 1]),
+        (17, 10, [0, 5, 10, 15]),
+        (1040, 10, [0, 200, 400, 600, 800, 1000]),
+    ],
+)
+def test_a_scale_has_round_numbers(scale: int, base: int, ticks: list[int]) -> None:
+    """An axis of a GPU of 141 GiB said 35.2, 70.5 and 105.8."""
+    assert round_ticks(scale, base) == ticks
+
+
+def test_each_chart_says_its_scale() -> None:
+    samples = tuple(Sample(at * 2.0, {}, 5 * MIB, 8 << 30, 0, 0, 300 * MIB * at, 4 * at) for at in range(SAMPLES))
+    assert re.findall(r">([^<>]+)</text>", chart(samples, 8 << 30, {})) == [
+        *("0 B", "2 GiB", "4 GiB", "6 GiB", "8 GiB"),
+        *("now", "1 min ago", "2 min ago", "3 min ago", "4 min ago", "5 min ago"),
+    ]
+    assert re.findall(r">([^<>]+)</text>", refusals(samples[:4]))[:3] == ["0", "2", "4"]
+    assert re.findall(r">([^<>]+)</text>", waits(samples[:4])) == [
+        *("0 B", "256 MiB", "512 MiB", "768 MiB"),
+        *("now", "2 s ago", "4 s ago", "6 s ago"),
+    ]
+
+
+def test_a_thousand_tenants_make_no_endless_page() -> None:
+    """4,096 models of 1,024 tenants, and the longest history: the page is bounded, and made in a moment."""
+    tenants = tuple(
+        TenantView(f"uid-{number}", (TenantLocationView("device", MIB, None, 0, 1, 0),), 4, 1, {})
+        for number in range(1024)
+    )
+    models = [model(f"uid-{number % 1024}", f"m{number}", MIB) for number in range(4096)]
+    history = tuple(
+        Sample(at * 2.0, {f"uid-{number}": MIB for number in range(12)}, MIB, 1 << 40, MIB, 0, 0, at)
+        for at in range(SAMPLES)
+    )
+    view = replace(books(*models, tenants=tenants), history=history)
+    texts: list[str] = []
+    calls = calls_of(lambda: texts.append(page(view, {})))
+    (text,) = texts
+    assert len(text) < 1 << 20
+    assert calls.total() < 50_000, calls.most_common(10)
+    shown = Page(text)
+    assert len(shown.rows) == MOST_MODELS + 1
+    assert "3896 that use less are not shown." in shown.text
+    assert "960 tenants that use less are not shown." in shown.text
