@@ -164,7 +164,7 @@ class Daemon:
         self._drain = Drain(lambda: not any(total.charged for total in broker.ledger.totals.values()), stop)
         stack.callback(self._drain.end)
         executor.start(asyncio.get_running_loop())
-        self._watch = Watch(self._store, self._loop.process_died, self._turns)
+        self._watch = Watch(self._store, self._loop.process_died, self._turns, self._loop.pod_names)
         stack.callback(self._watch.close)
         self._loop.on_forget.append(self._watch.forget)
         self._evictions = Evictions(self._watch)
@@ -272,7 +272,8 @@ class Daemon:
         self._loop.tell(ev.Restarted(lost, seen(self._loop.figures)))
         watch_processes(ledger, self._watch, kept)
         for row in ledger.sessions.values():
-            logs.know_session(row.session, row.tenant, row.pid, row.client, row.began_at)
+            pod = self._watch.pod(row.session)
+            logs.know_session(row.session, row.tenant, row.pid, row.client, row.began_at, pod)
         warn_of_removed_tenants(ledger, self._config.endpoints)
         if ledger.sessions or ledger.segments:
             charged = sum(total.charged for total in ledger.totals.values())

@@ -29,11 +29,12 @@ from membrokerd.edge.endpoints import Endpoints
 from membrokerd.edge.handoff import connection
 from membrokerd.restart.journal import Journal
 from membrokerd.runtime import eviction, loop, sleeping
-from membrokerd.system import failpoints, turns
+from membrokerd.system import failpoints, pods, process, turns
 
 ARMED = "MEMBROKER_TEST_CRASH"
 HANG = "MEMBROKER_TEST_HANG"
 CALLS = "MEMBROKER_TEST_CALLS"
+CGROUPS = "MEMBROKER_TEST_CGROUPS"
 CONFINED = "MEMBROKER_TEST_CONFINED"
 HOUR = 3600.0
 _CLONE_NEWPID, _PR_SET_PDEATHSIG = 0x20000000, 1
@@ -203,6 +204,15 @@ def start_slowly() -> None:
 def wait_for_answers() -> None:
     """It waits so long for an answer whether an engine sleeps that no busy machine misses it."""
     sleeping.ANSWER_SECONDS = 20.0
+
+
+def in_kubernetes() -> None:
+    """It finds the cgroups of processes below a directory of the test's, as /proc has them on a node of Kubernetes.
+
+    The logs of the node's pods are in `pods` there.
+    """
+    process.PROC = Path(os.environ[CGROUPS])
+    pods.POD_LOGS = process.PROC / "pods"
 
 
 def in_user_namespace() -> None:

@@ -19,6 +19,7 @@ from membroker.wire.names import session_name
 
 from ..core.names import ModelName
 from ..core.snapshot import HolderView
+from ..system.pods import Pod
 
 NOTHING = HolderView(0, 0, (), ())
 CONTEXT_BYTES: Mapping[str, int] = {"cuda": 600 * MIB, "host": 0}
@@ -94,7 +95,7 @@ def ancestors_of(pid: int) -> Iterator[int]:
         yield pid
 
 
-def fields(process: SeenProcess) -> dict[str, Any]:
+def fields(process: SeenProcess, pod: Pod) -> dict[str, Any]:
     """Return the fields of a suspect's log line."""
     return {
         "pid": process.pid,
@@ -104,6 +105,7 @@ def fields(process: SeenProcess) -> dict[str, Any]:
         "segments": format_size(process.segments),
         "sessions": " ".join(map(session_name, process.sessions)) or "none",
         "models": " ".join(map(str, process.models)) or "none",
+        **pod.fields(),
     }
 
 

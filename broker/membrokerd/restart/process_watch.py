@@ -14,7 +14,8 @@ from collections.abc import Callable
 from functools import partial
 
 from ..system import logs
-from ..system.process import identity_of, image_of
+from ..system.pods import NO_POD, Pod, PodNames
+from ..system.process import identity_of, image_of, pod_of
 from ..system.turns import Turns
 from .descriptor_store import Store
 
@@ -29,13 +30,16 @@ _DEATHS = "the dead"
 class Watch:
     """Calls `died` once for each session whose process is dead."""
 
-    def __init__(self, store: Store, died: Callable[[int], None], turns: Turns) -> None:
+    def __init__(self, store: Store, died: Callable[[int], None], turns: Turns, names: PodNames) -> None:
         self._store = store
         self._died = died
         self._turns = turns
+        self._names = names
         self._pidfds: dict[int, int] = {}
         self._images: dict[int, tuple[int, tuple[str, ...]]] = {}
         """The pid and the image of each session's process, if the broker can see them."""
+        self._pods: dict[int, Pod] = {}
+        """The pod of each session's process, where there is one."""
         self._io = asyncio.get_running_loop()
 
     def add(self, session: int, pidfd: int, pid: int) -> None:
@@ -53,6 +57,9 @@ class Watch:
             os.close(pidfd)
             return
         self._pidfds[session] = pidfd
+        if uid := pod_of(pid, pidfd):
+            self._know_pod(session, Pod(uid))
+            self._names.find(uid, partial(self._named, session, uid))
         self._store.keep_process(session, pidfd)
         self._io.add_reader(pidfd, self._turns.put, _DEATHS, partial(self._ended, session))
 
@@ -66,6 +73,19 @@ class Watch:
         """Return the pidfd of a session's process, which the watch still owns; None if the process is dead, or the
         pidfd was lost."""
         return self._pidfds.get(session)
+
+    def pod(self, session: int) -> Pod:
+        """Return the pod of a session's process, as far as it is known."""
+        return self._pods.get(session, NO_POD)
+
+    def _named(self, session: int, uid: str, name: str) -> None:
+        if session in self._pods:
+            self._know_pod(session, Pod(uid, name))
+            logs.log_pod(session)
+
+    def _know_pod(self, session: int, pod: Pod) -> None:
+        self._pods[session] = pod
+        logs.know_pod(session, pod)
 
     def look(self, session: int) -> None:
         """Check, after EXEC_SECONDS, whether an exec() of the process ended the session's connection."""
@@ -118,6 +138,7 @@ class Watch:
     def forget(self, session: int) -> None:
         """Stop watching a session's process."""
         self._drop(session)
+        self._pods.pop(session, None)
         self._store.forget_process(session)
 
     def _drop(self, session: int) -> None:

@@ -24,6 +24,7 @@ from ..device.executor import Executor, Figures
 from ..device.processes import Processes
 from ..restart.descriptor_store import Store
 from ..system import logs
+from ..system.pods import PodNames
 from ..system.turns import Turns
 from .connections import SessionConnection
 from .deferrals import Deferrals
@@ -77,6 +78,7 @@ class Loop:
         """Connections on which a session is being resumed: nothing is delivered on them before that is done."""
         self.on_forget: list[Callable[[int], None]] = []
         self.sleeping = Sleeping(self.connections)
+        self.pod_names = PodNames()
         self.idle_sleep = IdleSleep(broker, self.sleeping, self.connections)
         self.guests = Guests(broker, self.connections)
         self.figures: Figures = figures or {}
@@ -91,7 +93,7 @@ class Loop:
         self._on_step = on_step
         self._record_step: RecordStep | None = None
         self._writer = writer
-        self.processes = Processes(broker, executor, context_bytes)
+        self.processes = Processes(broker, executor, context_bytes, self.pod_names)
         self._calls = itertools.count(1)
         self._replies: dict[int, Reply] = {}
         self._io = asyncio.get_running_loop()

@@ -24,6 +24,7 @@ from ..core import facts as ft
 from ..core.denied import Denied
 from ..core.names import ModelName
 from .log_writer import LogWriter, is_journal
+from .pods import NO_POD, Pod
 
 _LOGGER = logging.getLogger("membrokerd")
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
@@ -68,6 +69,7 @@ class _Life:
     client: str
     at: int
     cause: str = ""
+    pod: Pod = NO_POD
 
 
 _ENDINGS = {
@@ -179,7 +181,13 @@ def log_recall(recalled: fx.Recalled) -> None:
     is_trouble = is_late or not recalled.returned
     if is_trouble and not _allowance.take():
         return
-    fields = {"session": session_name(recalled.session), "model": str(recalled.name), "location": recalled.location}
+    fields: dict[str, Any] = {
+        "session": session_name(recalled.session),
+        "model": str(recalled.name),
+        "location": recalled.location,
+    }
+    if (life := _lives.get(recalled.session)) is not None:
+        fields |= {"pid": life.pid, **life.pod.fields()}
     numbers = {"asked_bytes": recalled.size, "returned_bytes": recalled.returned}
     event = "a recall of memory has ended"
     if is_trouble:
@@ -188,9 +196,23 @@ def log_recall(recalled: fx.Recalled) -> None:
     _emit(logging.WARNING if is_trouble else logging.DEBUG, event, fields | numbers | after)
 
 
-def know_session(session: int, tenant: str, pid: int, client: str, began_at: int) -> None:
+def know_session(session: int, tenant: str, pid: int, client: str, began_at: int, pod: Pod = NO_POD) -> None:
     """Remember for the line at its end what a session is: one that an earlier daemon began."""
-    _lives[session] = _Life(tenant, pid, client, began_at)
+    _lives[session] = _Life(tenant, pid, client, began_at, pod=pod)
+
+
+def know_pod(session: int, pod: Pod) -> None:
+    """Keep the pod of a session for the line at its end."""
+    if (life := _lives.get(session)) is not None:
+        life.pod = pod
+
+
+def log_pod(session: int) -> None:
+    """Log the pod of a session, as far as the allowance goes."""
+    life = _lives.get(session)
+    if life is not None and _allowance.take():
+        fields = {"session": session_name(session), "tenant": life.tenant, "pid": life.pid}
+        log("a session is of a pod", **fields, **life.pod.fields())
 
 
 def log_fact(fact: ft.Fact) -> None:
@@ -219,6 +241,7 @@ def log_fact(fact: ft.Fact) -> None:
     if isinstance(fact, ft.SessionEnded) and life is not None:
         fields |= {"tenant": life.tenant, "pid": life.pid, "client": life.client, "why": life.cause}
         fields |= {"seconds": round((fact.at - life.at) / 1e9, 1)}
+        fields |= life.pod.fields()
     _emit(level, _event_of(type(fact)), fields)
 
 

@@ -1,4 +1,5 @@
-"""Facts about a process from the kernel: an identity that stays the same over reconnects, and what an exec() changes.
+"""Facts about a process from the kernel: an identity that stays the same over reconnects, what an exec() changes, and
+the pod that it runs in.
 
 Owns the reading of /proc and of pidfds' inodes. It must never decide which processes may connect.
 """
@@ -7,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
+import select
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -16,6 +19,19 @@ from membroker.wire.system_calls import describe
 
 from ..core.denied import Denied, Reason, deny
 
+PROC = Path("/proc")
+MAX_CGROUP_BYTES = 16 << 10
+MAX_CGROUPS = 64
+"""Lines of /proc/PID/cgroup: one with cgroup v2, and one for each hierarchy of v1."""
+_HEX = "[0-9a-f]"
+POD_UID = f"{_HEX}{{8}}(?:[-_]{_HEX}{{4}}){{3}}[-_]{_HEX}{{12}}|{_HEX}{{32}}"
+"""A pod's uid, in which systemd's names have _ for -; that of a static pod is a hash."""
+_CLASS = "burstable|besteffort|guaranteed"
+_POD = re.compile(
+    # In a cgroup namespace of its own the broker sees the way up from there: /../../kubepods-pod….slice
+    rf"(?:/\.\.)*(?:/(?:kubelet|kubepods|{_CLASS})|/kubelet\.slice|/(?:kubelet-)?kubepods(?:-(?:{_CLASS}))?\.slice)*"
+    rf"(?:/pod|/(?:kubelet-)?kubepods(?:-(?:{_CLASS}))?-pod)({POD_UID})(?:\.slice)?(?:/|\Z)"
+)
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _SHORT = (*NO_DESCRIPTOR, errno.ENOMEM, errno.ENOBUFS)
 
@@ -47,6 +63,38 @@ def image_of(pid: int) -> tuple[str, ...] | None:
         return None
     image = tuple(text.rpartition(")")[2].split()[23:26])  # startcode, endcode, startstack: the fields 26 to 28
     return image if image and image[-1] != "0" else None
+
+
+def pod_of(pid: int, pidfd: int) -> str:
+    """Return the uid of the Kubernetes pod that a process runs in, or "" if it is in none that the broker can see.
+
+    Only the kubelet's own part of the path counts, from its beginning: a container may make cgroups of any name below
+    its own, and a user below theirs. `pidfd` shows whether the pid was that of another process by then.
+    """
+    if pid <= 0:
+        return ""
+    try:
+        with open(PROC / str(pid) / "cgroup", "rb") as file:
+            lines = file.read(MAX_CGROUP_BYTES).decode("ascii", errors="replace").splitlines()
+    except OSError:
+        return ""
+    paths = [line.split(":", 2)[2] for line in lines[:MAX_CGROUPS] if line.count(":") >= 2]
+    found = {match[1].replace("_", "-") for match in map(_POD.match, paths) if match}
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return found.pop() if len(found) == 1 and not poll.poll(0) else ""
+
+
+def pod_of_pid(pid: int) -> str:
+    """Return the uid of the pod of a process that has this pid now, or "", as `pod_of`."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except (OSError, ValueError, OverflowError):
+        return ""
+    try:
+        return pod_of(pid, pidfd)
+    finally:
+        os.close(pidfd)
 
 
 def start_time(pid: int) -> int | None:

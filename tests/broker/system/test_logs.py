@@ -25,6 +25,7 @@ from membrokerd.core.denied import Reason, deny
 from membrokerd.core.names import ModelName
 from membrokerd.system import log_writer, logs
 from membrokerd.system.log_writer import LogWriter
+from membrokerd.system.pods import Pod
 
 NAME = ModelName("acme", "llama-7b")
 FACTS: tuple[ft.Fact, ...] = (
@@ -191,24 +192,33 @@ def test_a_recall_that_is_late_or_brings_nothing_is_a_warning(capture: Capture) 
     """An operator reads which worker is late, of which model, and how much is missing."""
     out = capture("json", "debug")
     for result in typing.get_args(fx.RecallResult):
-        logs.log_recall(fx.Recalled(26, NAME, "device", 6 << 20, 2 << 20, 1_500_000_000, result))
+        logs.log_recall(fx.Recalled(98, NAME, "device", 6 << 20, 2 << 20, 1_500_000_000, result))
     lines = [json.loads(line) for line in out.getvalue().splitlines()]
     levels = {line["result"]: line["level"] for line in lines}
     assert levels == {"returned": "debug", "kept": "debug", "late": "warning"}
-    logs.log_recall(fx.Recalled(26, NAME, "device", 6 << 20, 0, 1_500_000_000, "kept"))
+    logs.log_recall(fx.Recalled(98, NAME, "device", 6 << 20, 0, 1_500_000_000, "kept"))
     kept = json.loads(out.getvalue().splitlines()[-1])
     assert (kept["level"], kept["event"]) == ("warning", "a worker keeps all that was recalled")
     (late,) = (line for line in lines if line["result"] == "late")
     del late["time"], late["level"], late["result"]
     assert late == {
         "event": "a worker does not answer a recall of memory",
-        "session": "sessions/1a",
+        "session": "sessions/62",
         "model": "tenants/acme/models/llama-7b",
         "location": "device",
         "asked_bytes": 6 << 20,
         "returned_bytes": 2 << 20,
         "after_ms": 1_500,
     }
+
+
+def test_a_late_recall_names_the_process_and_its_pod(capture: Capture) -> None:
+    """In Kubernetes it is the pod that is deleted."""
+    out = capture()
+    logs.know_session(99, "acme", 4711, "vllm", 0, Pod("uid-1", "web/a-0"))
+    logs.log_recall(fx.Recalled(99, NAME, "device", 6 << 20, 0, 1_000_000_000, "late"))
+    line = json.loads(out.getvalue())
+    assert (line["pid"], line["pod"], line["pod_name"]) == (4711, "uid-1", "web/a-0")
 
 
 def test_late_recalls_do_not_fill_the_log(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +279,16 @@ def test_in_the_journal_each_line_has_its_priority(
         logs.flush()
         assert (tmp_path / "log-0").read_text().splitlines()[-1].startswith(begins)
     file.close()
+
+
+def test_why_a_daemon_does_not_start_is_an_error_in_the_journal(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`journalctl -p err` left out the one line that says it."""
+    found = os.fstat(2)
+    monkeypatch.setenv("JOURNAL_STREAM", f"{found.st_dev}:{found.st_ino}")
+    log_writer.complain("membrokerd.toml: 2 mistakes\n  driver: is not known")
+    assert capfd.readouterr().err == "<3>membrokerd.toml: 2 mistakes\n<3>  driver: is not known\n"
 
 
 def test_text_is_for_people(capture: Capture) -> None:
