@@ -166,6 +166,7 @@ class Daemon:
         executor.start(asyncio.get_running_loop())
         self._watch = Watch(self._store, self._loop.process_died, self._turns, self._loop.pod_names)
         stack.callback(self._watch.close)
+        self._views.pod_of = self._watch.pod
         self._loop.on_forget.append(self._watch.forget)
         self._evictions = Evictions(self._watch)
         stack.callback(self._evictions.close)

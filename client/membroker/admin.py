@@ -90,7 +90,8 @@ class ProcessStatus:
     """A process that uses the device, as the driver and the books see it; bytes of the device.
 
     `used_bytes` is the driver's figure. `excess_bytes` is the part that is neither charged to its sessions nor part of
-    the segments that they hold. `command` is empty if the broker cannot read it.
+    the segments that they hold. `command` is empty if the broker cannot read it, and
+    `pod_uid` and `pod_name` as in `SessionStatus`.
     """
 
     pid: int
@@ -101,6 +102,8 @@ class ProcessStatus:
     excess_bytes: int
     sessions: tuple[str, ...]
     models: tuple[str, ...]
+    pod_uid: str = ""
+    pod_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,7 +266,8 @@ class SessionStatus:
 
     `pid` is the process as the broker sees it, or 0 if the broker cannot see it. `client` is the name that the process
     gave itself; the broker does not trust it. `models` and `segments` are resource names, of each at most 128;
-    `more_models` and `more_segments` count the others.
+    `more_models` and `more_segments` count the others. `pod_uid` is that of the Kubernetes pod that the process runs
+    in, by its cgroup, and `pod_name` its NAMESPACE/NAME; "" if it is in none, or if the broker cannot see it.
     """
 
     name: str
@@ -282,6 +283,8 @@ class SessionStatus:
     segments: tuple[str, ...]
     more_models: int = 0
     more_segments: int = 0
+    pod_uid: str = ""
+    pod_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from ..core.rows import SegmentRow, SessionRow
 from ..device.plan import Plan
 from ..runtime.decisions import Decisions, waiting
 from ..runtime.loop import Loop, clock
+from ..system.pods import NO_POD, Pod
 from . import convert, messages
 
 READS: Mapping[str, str] = {
@@ -66,6 +67,8 @@ class BookMessages:
     loop: Loop
     plan: Plan
     decisions: Decisions
+    pod_of: Callable[[int], Pod] = lambda _: NO_POD
+    """The pod of a session's process."""
     metrics_url: str = ""
     start_time: float = field(default_factory=time.time)
     _shares: dict[Location, tuple[int, Mapping[ModelName, int]]] = field(default_factory=dict)
@@ -200,14 +203,13 @@ class BookMessages:
 
     def list_sessions(self, request: pb.ListSessionsRequest, tenant: str | None = None) -> pb.ListSessionsResponse:
         """Return a page of sessions, in the order they began; `tenant` None means all tenants."""
-        broker, now_ns = self.loop.broker, clock()
-        rows = [row for row in broker.ledger.sessions.values() if tenant in (None, row.tenant)]
-
-        def show(row: SessionRow) -> rpb.Session:
-            return messages.from_session(snapshot.take_session(broker, row), now_ns)
-
-        sessions, token = _page(rows, lambda row: f"{row.session:016x}", _ID_KEY.fullmatch, request, show)
+        rows = [row for row in self.loop.broker.ledger.sessions.values() if tenant in (None, row.tenant)]
+        sessions, token = _page(rows, lambda row: f"{row.session:016x}", _ID_KEY.fullmatch, request, self.session)
         return pb.ListSessionsResponse(sessions=sessions, next_page_token=token)
+
+    def session(self, row: SessionRow) -> rpb.Session:
+        """Return a session."""
+        return messages.from_session(snapshot.take_session(self.loop.broker, row), clock(), self.pod_of(row.session))
 
     def list_tenants(
         self, request: apb.ListTenantsRequest, configured: Mapping[str, TenantConfig]

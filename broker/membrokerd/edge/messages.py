@@ -18,6 +18,7 @@ from ..core.names import ModelName
 from ..core.snapshot import LocationView, ModelView, SessionView, TenantView
 from ..runtime.decisions import DecisionRecord
 from ..runtime.idle_sleep import SleepView
+from ..system.pods import NO_POD, Pod
 from .errors import to_status
 
 LOCATION_NUMBERS: Mapping[str, rpb.Location.ValueType] = {"device": rpb.LOCATION_DEVICE, "host": rpb.LOCATION_HOST}
@@ -111,8 +112,8 @@ def from_model(
     )
 
 
-def from_session(row: SessionView, now_ns: int) -> rpb.Session:
-    """Return a session's row as a message; `now_ns` is CLOCK_MONOTONIC."""
+def from_session(row: SessionView, now_ns: int, pod: Pod = NO_POD) -> rpb.Session:
+    """Return a session's row as a message; `now_ns` is CLOCK_MONOTONIC, `pod` the process's pod."""
     models, segments = sorted(map(str, row.models)), list(map(str, row.segments))
     return rpb.Session(
         name=session_name(row.session),
@@ -131,6 +132,8 @@ def from_session(row: SessionView, now_ns: int) -> rpb.Session:
         create_time=_began(row.began_at, now_ns),
         segments=segments[:MAX_NAMES_SHOWN],
         more_segments=max(0, len(segments) - MAX_NAMES_SHOWN),
+        pod_uid=pod.uid,
+        pod_name=pod.name,
     )
 
 

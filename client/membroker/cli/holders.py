@@ -85,8 +85,8 @@ def wait(look: Callable[[], Held], held: Held, seconds: float | None, say: Calla
         for session in before.sessions:
             if session.name not in left:
                 size = format_exact(sum(books.used_bytes for books in session.books.values()))
-                process = f"process {session.pid or '(in another pid namespace)'}"
-                say(f"{session.name} of {tables.short_name(session.tenant)}, {process}, has released {size}")
+                tenant = tables.short_name(session.tenant)
+                say(f"{session.name} of {tenant}, {tables.process_of(session)}, has released {size}")
         for segment in before.segments:
             if segment.name not in left:
                 say(f"{tables.short_name(segment.name)} is gone: {format_exact(segment.size_bytes)}")

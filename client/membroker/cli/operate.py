@@ -142,7 +142,7 @@ def _of_one_process(sessions: list[SessionStatus], name: str) -> list[SessionSta
 
 def _process_of(sessions: list[SessionStatus]) -> str:
     tenants = sorted({tables.short_name(session.tenant) for session in sessions})
-    return f"process {sessions[0].pid or '(in another pid namespace)'} of {' and '.join(tenants)}"
+    return f"{tables.process_of(sessions[0])} of {' and '.join(tenants)}"
 
 
 def _can_ask() -> bool:

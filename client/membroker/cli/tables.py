@@ -156,8 +156,8 @@ def _by_location(title: str, books: Sequence[Any], rows: Columns, more: Sequence
 
 
 def sessions_table(sessions: Iterable[SessionStatus]) -> TextTable:
-    """Return a row for each session."""
-    now = datetime.now(UTC)
+    """Return a row for each session, with its pod if one has any."""
+    now, sessions = datetime.now(UTC), list(sessions)
     columns: Columns = {
         "session": lambda session: session.name.removeprefix("sessions/"),
         "tenant": lambda session: session.tenant.removeprefix("tenants/"),
@@ -170,8 +170,39 @@ def sessions_table(sessions: Iterable[SessionStatus]) -> TextTable:
         ),
         ">segments": lambda session: str(len(session.segments) + session.more_segments or NONE),
         "client": lambda session: session.client,
+        **_pods(sessions),
     }
     return _table(zip(sessions, strict=True), columns, "no sessions are open")
+
+
+def _pods(rows: Sequence[SessionStatus] | Sequence[ProcessStatus]) -> Columns:
+    """Return the column with the Kubernetes pods, if there are any."""
+    return {"pod": lambda row: _pod(row) or NONE} if any(map(_pod, rows)) else {}
+
+
+def _pod(row: SessionStatus | ProcessStatus) -> str:
+    return row.pod_name or row.pod_uid
+
+
+def process_of(session: SessionStatus) -> str:
+    """Return which process a session is of, for a sentence; with its pod, if it is in one."""
+    pod = _pod(session)
+    return f"process {session.pid or '(in another pid namespace)'}" + f" in the pod {pod}" * bool(pod)
+
+
+def pods_table(sessions: Iterable[SessionStatus]) -> TextTable:
+    """Return a row for each pod with sessions of a tenant: what they are charged, without segments."""
+    found: dict[tuple[str, str], list[SessionStatus]] = {}
+    for session in sessions:
+        if pod := _pod(session):
+            found.setdefault((pod, short_name(session.tenant)), []).append(session)
+    columns: Columns = {
+        "pod": lambda key, _: key[0],
+        "tenant": lambda key, _: key[1],
+        ">sessions": lambda _, rows: str(len(rows)),
+        ">used": lambda _, rows: format_size(sum(books.used_bytes for row in rows for books in row.books.values())),
+    }
+    return _table(sorted(found.items(), key=lambda row: row[0]), columns)
 
 
 def segments_table(segments: Iterable[SegmentStatus]) -> TextTable:
@@ -315,7 +346,8 @@ def quotas_table(quotas: Iterable[QuotaStatus]) -> TextTable:
 
 
 def processes_table(processes: Iterable[ProcessStatus]) -> TextTable:
-    """Return a row for each process that uses the device."""
+    """Return a row for each process that uses the device, with its pod if one has any."""
+    processes = list(processes)
     columns: Columns = {
         ">pid": lambda process: str(process.pid),
         "command": lambda process: process.command or NONE,
@@ -324,6 +356,7 @@ def processes_table(processes: Iterable[ProcessStatus]) -> TextTable:
         ">in segments": lambda process: format_size(process.segment_bytes),
         ">excess": lambda process: format_size(process.excess_bytes),
         "models": lambda process: _first_of(list(map(short_name, process.models))),
+        **_pods(processes),
     }
     return _table(zip(processes, strict=True), columns, "the driver sees no process")
 

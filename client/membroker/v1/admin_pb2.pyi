@@ -651,6 +651,8 @@ class Process(google.protobuf.message.Message):
     EXCESS_BYTES_FIELD_NUMBER: builtins.int
     SESSIONS_FIELD_NUMBER: builtins.int
     MODELS_FIELD_NUMBER: builtins.int
+    POD_UID_FIELD_NUMBER: builtins.int
+    POD_NAME_FIELD_NUMBER: builtins.int
     pid: builtins.int
     """As the broker sees it."""
     command: builtins.str
@@ -663,6 +665,9 @@ class Process(google.protobuf.message.Message):
     """The size of the segments that its sessions hold: mapped by it, charged to their models."""
     excess_bytes: builtins.int
     """What it uses beyond both, at least 0. It includes a CUDA context that was not declared (518 MiB on an H200)."""
+    pod_uid: builtins.str
+    """As in Session. A process has them without a session, too."""
+    pod_name: builtins.str
     @property
     def sessions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """sessions/{session}"""
@@ -682,7 +687,9 @@ class Process(google.protobuf.message.Message):
         excess_bytes: builtins.int = ...,
         sessions: collections.abc.Iterable[builtins.str] | None = ...,
         models: collections.abc.Iterable[builtins.str] | None = ...,
+        pod_uid: builtins.str = ...,
+        pod_name: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["charged_bytes", b"charged_bytes", "command", b"command", "excess_bytes", b"excess_bytes", "models", b"models", "pid", b"pid", "segment_bytes", b"segment_bytes", "sessions", b"sessions", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["charged_bytes", b"charged_bytes", "command", b"command", "excess_bytes", b"excess_bytes", "models", b"models", "pid", b"pid", "pod_name", b"pod_name", "pod_uid", b"pod_uid", "segment_bytes", b"segment_bytes", "sessions", b"sessions", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___Process = Process

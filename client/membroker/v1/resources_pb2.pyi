@@ -443,6 +443,8 @@ class Session(google.protobuf.message.Message):
     SEGMENTS_FIELD_NUMBER: builtins.int
     MORE_MODELS_FIELD_NUMBER: builtins.int
     MORE_SEGMENTS_FIELD_NUMBER: builtins.int
+    POD_UID_FIELD_NUMBER: builtins.int
+    POD_NAME_FIELD_NUMBER: builtins.int
     name: builtins.str
     """sessions/{session}"""
     tenant: builtins.str
@@ -458,6 +460,12 @@ class Session(google.protobuf.message.Message):
     more_models: builtins.int
     """How many more models and segments than are listed."""
     more_segments: builtins.int
+    pod_uid: builtins.str
+    """The uid of the Kubernetes pod that the process runs in, by its cgroup; "" if it is in none, or if the broker cannot
+    see the process.
+    """
+    pod_name: builtins.str
+    """Its name, NAMESPACE/NAME, by the kubelet's directories in /var/log/pods; "" if the broker cannot see those."""
     @property
     def models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """tenants/{tenant}/models/{model} of each that it registered, at most 128."""
@@ -488,9 +496,11 @@ class Session(google.protobuf.message.Message):
         segments: collections.abc.Iterable[builtins.str] | None = ...,
         more_models: builtins.int = ...,
         more_segments: builtins.int = ...,
+        pod_uid: builtins.str = ...,
+        pod_name: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["books", b"books", "client", b"client", "create_time", b"create_time", "models", b"models", "more_models", b"more_models", "more_segments", b"more_segments", "name", b"name", "observer", b"observer", "pid", b"pid", "segments", b"segments", "state", b"state", "tenant", b"tenant", "uid", b"uid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["books", b"books", "client", b"client", "create_time", b"create_time", "models", b"models", "more_models", b"more_models", "more_segments", b"more_segments", "name", b"name", "observer", b"observer", "pid", b"pid", "pod_name", b"pod_name", "pod_uid", b"pod_uid", "segments", b"segments", "state", b"state", "tenant", b"tenant", "uid", b"uid"]) -> None: ...
 
 global___Session = Session
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.support.calls import calls_of
 from tests.support.sizes import GIB, MIB
 
 from membroker.v1 import broker_pb2 as pb
@@ -136,19 +136,16 @@ def test_a_page_of_models_costs_no_more_beside_thousands() -> None:
                 broker.step(ev.RegisterModel(9, number, model, name, None, {}, False), 0)
         sleep, guests = SimpleNamespace(of_model=lambda name: None), SimpleNamespace(of_model=lambda name, now: [])
         loop: Any = SimpleNamespace(broker=broker, idle_sleep=sleep, guests=guests)
-        shown, calls = views.BookMessages(loop, cast(Any, None), Decisions()), 0
+        shown, pages = views.BookMessages(loop, cast(Any, None), Decisions()), []
 
-        def count_calls(_: FrameType, event: str, __: Any) -> None:
-            nonlocal calls
-            calls += event == "call"
-
-        sys.setprofile(count_calls)
-        try:
+        def turn(shown: views.BookMessages = shown, pages: list[Any] = pages) -> None:
             first = shown.list_models(pb.ListModelsRequest(page_size=16), "m")
             second = shown.list_models(pb.ListModelsRequest(page_size=17, page_token=first.next_page_token), "m")
             of_all = shown.list_models(pb.ListModelsRequest(page_size=16, page_token=second.models[-1].name))
-        finally:
-            sys.setprofile(None)
+            pages.extend((first, second, of_all))
+
+        costs.append(calls_of(turn).total())
+        first, second, of_all = pages
         assert [one.name for one in [*first.models, *second.models]] == [
             f"tenants/m/models/m{number:04}" for number in range(32)
         ]
@@ -159,5 +156,4 @@ def test_a_page_of_models_costs_no_more_beside_thousands() -> None:
         ]
         assert len(of_all.models) == 16
         assert not shown.list_models(pb.ListModelsRequest(), "n").models
-        costs.append(calls)
     assert costs[1] <= costs[0] + 100, costs

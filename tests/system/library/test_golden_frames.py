@@ -90,7 +90,7 @@ LEFT_AT_ZERO = (
             *("guarantee_shortfall_bytes", "waiting_bytes", "waiting_requests"),
         )
     }
-    | {f"membroker.v1.Session.{name}" for name in ("observer", "more_models", "more_segments")}
+    | {f"membroker.v1.Session.{name}" for name in ("observer", "more_models", "more_segments", "pod_uid", "pod_name")}
     | {f"membroker.v1.Decision.{name}" for name in ("returned_bytes", "after_ms", "guaranteed", "wanted_by")}
     | {f"membroker.v1.Available.{name}" for name in ("guarantee_bytes", "tenant_limit_bytes")}
     | {f"membroker.v1.List{name}Response.next_page_token" for name in ("Sessions", "Segments")}

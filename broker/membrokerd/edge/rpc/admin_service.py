@@ -15,7 +15,7 @@ from membroker.wire.names import session_name
 
 from ...core import effects as fx
 from ...core import events as ev
-from ...core import policy, snapshot
+from ...core import policy
 from ...core.denied import Denied, Reason, deny
 from ...core.models import only_removes
 from ...core.names import Location, ModelName
@@ -23,10 +23,12 @@ from ...core.rows import Quota
 from ...device.suspects import SeenProcess, command_of
 from ...runtime.drain import Drain
 from ...runtime.eviction import Evictions
-from ...runtime.loop import Loop, MakeEvent, clock
+from ...runtime.loop import Loop, MakeEvent
 from ...runtime.reload import Reloader
 from ...system import logs
-from .. import convert, messages
+from ...system.pods import NO_POD, Pod
+from ...system.process import pod_of_pid
+from .. import convert
 from ..convert import Refused
 from ..listings import BookMessages
 from ..messages import LOCATION_NUMBERS
@@ -159,10 +161,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """End a detached session, and return its last state."""
         session = convert.parse_session(request.name)
         row = self._loop.broker.ledger.sessions.get(session)
-        before = None if row is None else snapshot.take_session(self._loop.broker, row)
+        before = None if row is None else self._views.session(row)
         await self._ask(lambda call: ev.ForgetSession(call, session))
         assert before is not None, "what is not known was forgotten"
-        return messages.from_session(before, clock())
+        return before
 
     async def EvictSession(self, request: pb.EvictSessionRequest, context: Any) -> resources_pb2.Session:
         """End the process of a session, and return the session's last state."""
@@ -171,7 +173,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if denied := self._evictions.evict(session, row):
             raise Refused(denied)
         assert row is not None, "an unknown session was evicted"
-        return messages.from_session(snapshot.take_session(self._loop.broker, row), clock())
+        return self._views.session(row)
 
     async def SleepModel(self, request: pb.SleepModelRequest, context: Any) -> pb.SleepModelResponse:
         """Ask the sessions of a model to sleep or to wake, and return how far each is."""
@@ -232,7 +234,15 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         found = await answer
         if isinstance(found, Denied):
             raise Refused(found)
-        return pb.ListProcessesResponse(processes=map(_from_process, found))
+        pods = [await self._pod_of(process) for process in found]
+        return pb.ListProcessesResponse(processes=map(_from_process, found, pods))
+
+    async def _pod_of(self, process: SeenProcess) -> Pod:
+        if not (uid := pod_of_pid(process.pid)):
+            return NO_POD
+        name: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._loop.pod_names.find(uid, lambda found: None if name.done() else name.set_result(found))
+        return Pod(uid, await name)
 
     async def _ask(self, make_event: MakeEvent) -> fx.Result:
         answer: asyncio.Future[fx.Result | Denied] = asyncio.get_running_loop().create_future()
@@ -280,7 +290,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         )
 
 
-def _from_process(process: SeenProcess) -> pb.Process:
+def _from_process(process: SeenProcess, pod: Pod) -> pb.Process:
     return pb.Process(
         pid=process.pid,
         command=command_of(process.pid),
@@ -290,4 +300,6 @@ def _from_process(process: SeenProcess) -> pb.Process:
         excess_bytes=process.excess,
         sessions=map(session_name, process.sessions),
         models=map(str, process.models),
+        pod_uid=pod.uid,
+        pod_name=pod.name,
     )
