@@ -34,6 +34,7 @@ from .core.checkpoint import checkpoint_facts
 from .core.denied import Denied
 from .core.machine import Broker
 from .core.names import Location
+from .core.rows import SessionRow
 from .device.executor import Executor
 from .device.plan import DeviceError, Plan, changed_rules, check_guarantees, warn_of_guarantees
 from .device.suspects import CONTEXT_BYTES
@@ -48,7 +49,7 @@ from .observe import catalog, status_page
 from .observe.cached_text import CachedText
 from .observe.history import History
 from .observe.html_document import host_name
-from .observe.metrics import Metrics, MetricsView
+from .observe.metrics import Metrics, MetricsView, PodView
 from .observe.metrics_server import METRICS_PORT, MetricsServer, authority
 from .replay.recorder import Recorder
 from .restart.descriptor_store import Store, StoredDescriptors
@@ -75,6 +76,7 @@ from .runtime.loop import Loop, clock, seen
 from .runtime.reload import Reloader, compare
 from .system import logs
 from .system.device_directory import DeviceDirectory, DirectoryError
+from .system.pods import Pod
 from .system.sd_notify import Heartbeat, notify
 from .system.turns import Turns, gather, in_portions, spare_collections
 
@@ -444,10 +446,29 @@ class Daemon:
             stock_changes=dict(broker.stock.changes),
             asleep={row.name: sleep.asleep for row in models if (sleep := loop.idle_sleep.of_model(row.name))},
             guests={row.name: found for row in models if (found := loop.guests.of_model(row.name, 0))},
+            pods=self._pods(),
             headroom=plan.headroom,
             gate_reserve=plan.gate_reserve,
             history=self._history.samples,
             host=host_name(),
+        )
+
+    def _pods(self) -> tuple[PodView, ...]:
+        """Return the pods that have sessions, with what these are charged."""
+        found: dict[tuple[str, Pod], list[SessionRow]] = {}
+        for row in self._loop.broker.ledger.sessions.values():
+            if pod := self._watch.pod(row.session):
+                found.setdefault((row.tenant, pod), []).append(row)
+        places = self._loop.broker.books.rules.capacities
+        return tuple(
+            PodView(
+                pod.uid,
+                pod.name,
+                tenant,
+                len(rows),
+                {where: sum(row.charged(where) for row in rows) for where in places},
+            )
+            for (tenant, pod), rows in sorted(found.items())
         )
 
     def _readiness(self) -> tuple[bool, str]:

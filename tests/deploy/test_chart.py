@@ -44,6 +44,8 @@ EVERYTHING: Mapping[str, Any] = {
     "extraEnv": [{"name": "PYTHONASYNCIODEBUG", "value": "1"}],
     "seLinuxOptions": {"type": "spc_t"},
     "hostPID": True,
+    "podNames": True,
+    "dra": {"enabled": True},
 }
 TENANTS = {"acme": {"group": 10001, "limit": "8GiB", "uids": [7], "models": {"a.b": {"limit": "1GiB", "weight": 2}}}}
 
@@ -143,6 +145,8 @@ def test_each_option_is_where_kubernetes_looks_for_it() -> None:
     assert (spec["serviceAccountName"], spec["hostPID"]) == ("gpu", True)
     assert spec["securityContext"] == {"seLinuxOptions": {"type": "spc_t"}}
     assert spec["affinity"] == {"nodeAffinity": {}}
+    assert {"name": "pod-logs", "mountPath": "/var/log/pods", "readOnly": True} in container["volumeMounts"]
+    assert {"name": "pod-logs", "hostPath": {"path": "/var/log/pods", "type": "Directory"}} in spec["volumes"]
     assert "KILL" in container["securityContext"]["capabilities"]["add"]
     assert pod["metadata"]["annotations"]["team"] == "a"
     assert pod["metadata"]["labels"]["cost"] == "b"
@@ -246,6 +250,8 @@ WRONG: tuple[Mapping[str, Any], ...] = (
     *({"tenants": {"red": {"limitt": "1GiB"}}}, {"config": "not toml"}, {"config": {"headroomx": "4GiB"}}),
     *({"tenants": {"red": {"limit": "1 gig!"}}}, {"tenants": {"red": {"models": {"m": {"weight": 0.5}}}}}),
     *({"config": {"keeper_socket": "/x"}}, {"log": {"format": "xml"}}, {"image": {"digest": "latest"}}),
+    *({"maxUnavailable": "ten"}, {"maxUnavailable": 0}, {"maxUnavailable": "0%"}),
+    {"podNames": True},  # without hostPID no process's pod is seen
     {"tenants": {"red": {"weight": 0.5}}},  # as 0 it would wait for all others
 )
 

@@ -10,7 +10,7 @@ from membrokerd.core.effects import SegmentView
 from membrokerd.core.names import ModelName, SegmentName
 from membrokerd.core.snapshot import LocationView, ModelLocationView, ModelView, TenantLocationView, TenantView
 from membrokerd.observe import catalog
-from membrokerd.observe.metrics import MetricsView
+from membrokerd.observe.metrics import MetricsView, PodView
 
 from .sizes import MIB
 
@@ -53,6 +53,7 @@ def books(
     unaccounted: int | None = 0,
     segments: tuple[SegmentView, ...] = (),
     tenants: tuple[TenantView, ...] = (),
+    pods: tuple[PodView, ...] = (),
 ) -> MetricsView:
     charged = sum(each.locations[0].used for each in models)
     capacity = 256 * MIB
@@ -72,6 +73,7 @@ def books(
         | {catalog.RELOADED: 1, catalog.OBSERVERS: 1, catalog.SESSIONS_LIMIT: 16, catalog.SCRAPE_TIME: 1.7e9},
         asleep={each.name: 1 for each in models},
         guests={each.name: [SleepStatus(state=SleepStatus.ASLEEP, sleep_took_ms=9, wake_took_ms=3)] for each in models},
+        pods=pods,
         headroom=2 << 30,
         gate_reserve=256 * MIB,
     )
@@ -81,6 +83,7 @@ FULL = books(
     model("acme", "a", 4 * MIB, limit=8 * MIB, segments=2 * MIB, CAPACITY=1),
     segments=(segment(1, "acme", "a", "sealed"),),
     tenants=(TenantView("acme", (TenantLocationView("device", 4 * MIB, 16 * MIB, 2 * MIB, 1, 6 * MIB),), 1, 1, {}),),
+    pods=(PodView("0b9c8f7e", "web/a-0", "acme", 2, {"device": 4 * MIB}),),
 )
 """Books in which every metric of the books has a series."""
 

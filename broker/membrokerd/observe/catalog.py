@@ -218,6 +218,12 @@ JOURNAL_FULL = Spec(
 DEVICE_LOST = Spec(
     "membroker_device_lost", "gauge", "1 while the device does not answer: the broker lends nothing more."
 )
+POD_USED = Spec(
+    "membroker_pod_used_bytes",
+    "gauge",
+    "Bytes that a Kubernetes pod's sessions are charged, without segments. The name is empty without /var/log/pods.",
+    ("tenant", "pod_namespace", "pod_name", "pod_uid", "location"),
+)
 REFUSED = Spec("membroker_connections_refused_total", "counter", "Handoff connections refused.", ("reason",))
 NOTICES_DROPPED = Spec(
     "membroker_notices_dropped_total", "counter", "Notices dropped because a session did not read them."

@@ -29,6 +29,17 @@ _CAUSES = (SleepStatus.RECALL, SleepStatus.IDLE, SleepStatus.OPERATOR, SleepStat
 
 
 @dataclass(frozen=True, slots=True)
+class PodView:
+    """The sessions of a tenant in one pod, and what they are charged. `name` is NAMESPACE/NAME, or "" if unknown."""
+
+    uid: str
+    name: str
+    tenant: str
+    sessions: int
+    used: Mapping[Location, int]
+
+
+@dataclass(frozen=True, slots=True)
 class MetricsView:
     """All figures of a scrape, of one moment.
 
@@ -54,6 +65,7 @@ class MetricsView:
     stock_changes: Mapping[str, int] = field(default_factory=Counter)
     asleep: Mapping[ModelName, int] = field(default_factory=dict)
     guests: Mapping[ModelName, Sequence[SleepStatus]] = field(default_factory=dict)
+    pods: tuple[PodView, ...] = ()
     headroom: int = 0
     gate_reserve: int = 0
     history: tuple[Sample, ...] = ()
@@ -133,6 +145,10 @@ class Metrics:
             families.add(catalog.MODEL_ASLEEP, view.asleep.get(model.name), *model.name)
             _add_guests(families, model.name, view.guests.get(model.name, ()))
         _add_segments(families, view.segments)
+        for pod in view.pods:
+            namespace, _, name = pod.name.partition("/")
+            for location, used in pod.used.items():
+                families.add(catalog.POD_USED, used, pod.tenant, namespace, name, pod.uid, location)
         yield from families.all()
 
 

@@ -16,7 +16,7 @@ from membroker.vmm import format_size
 from ..ext import snapshot
 from . import catalog
 from .html_document import document
-from .metrics import MetricsView
+from .metrics import MetricsView, PodView
 from .pictures import (
     COLOURS,
     DEFINITIONS,
@@ -36,7 +36,7 @@ from .pictures import (
     waits,
 )
 
-MOST_TENANTS, MOST_MODELS, MOST_PARTS = 64, 200, 20
+MOST_TENANTS, MOST_MODELS, MOST_PODS, MOST_PARTS = 64, 200, 200, 20
 """Shown on the page: those that use the most; as parts, the models in a tenant's bar. /metrics has all."""
 
 
@@ -62,6 +62,8 @@ def page(view: MetricsView, ended: Mapping[str, int]) -> str:
     parts += [refusals(view.history), _key([(WAITING, "bytes that waiting requests wanted")]), waits(view.history)]
     parts += _waits_and_refusals(view, ended)
     parts += ["<h2>Models</h2>", _models(view)]
+    if view.pods:
+        parts += ["<h2>Pods</h2>", _pods(view.pods)]
     parts.append('<p><a href="/metrics">/metrics</a> has all numbers.</p>')
     return document(f"{view.host}, {place}: membroker", DEFINITIONS + "".join(parts))
 
@@ -214,6 +216,22 @@ def _models(view: MetricsView) -> str:
     more = f"<p>{len(rows) - MOST_MODELS} that use less are not shown.</p>" * (len(rows) > MOST_MODELS)
     table = f'<table><thead><tr><th class="name">model</th>{head}</tr></thead><tbody>{body}</tbody></table>'
     return f'<div class="wide">{table}</div>{more}'
+
+
+def _pods(pods: Sequence[PodView]) -> str:
+    """Return a table of the pods with sessions, those that use the most first."""
+    rows = sorted(pods, key=lambda pod: (-sum(pod.used.values()), pod.name, pod.uid, pod.tenant))
+    cells = [
+        (escape(pod.name or pod.uid), escape(pod.tenant), pod.sessions, format_size(sum(pod.used.values())))
+        for pod in rows[:MOST_PODS]
+    ]
+    body = "".join(
+        f'<tr><td class="name">{pod}</td><td class="name">{tenant}</td><td>{sessions}</td><td>{used}</td></tr>'
+        for pod, tenant, sessions, used in cells
+    )
+    more = f"<p>{len(rows) - MOST_PODS} that use less are not shown.</p>" * (len(rows) > MOST_PODS)
+    head = '<th class="name">pod</th><th class="name">tenant</th><th>sessions</th><th>used</th>'
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}'
 
 
 def _worth_showing(books: snapshot.ModelLocationView) -> bool:
