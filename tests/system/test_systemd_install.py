@@ -181,7 +181,10 @@ def test_a_broken_gpu_does_not_keep_the_others_from_their_daemons(machine: Machi
 def prometheus(machine: Machine, directory: Path) -> Iterator[Callable[[str], str]]:
     """Run this machine's Prometheus on the other's loopback, by its files; yield what runs a command there."""
     configuration = machine.path("/etc/prometheus/prometheus.yml")
-    configuration.write_text(configuration.read_text().replace("scrape_interval: 15s", "scrape_interval: 1s"))
+    often = configuration.read_text().replace("scrape_interval: 15s", "scrape_interval: 1s")
+    configuration.write_text(f"global: {{evaluation_interval: 1s}}\n{often}")
+    rules = machine.path("/etc/prometheus/alerts.yml")
+    rules.write_text(re.sub("for: 1m$", "for: 1s", rules.read_text(), flags=re.MULTILINE))
     beside = ["nsenter", f"--target={machine.init}", "--net", "--"]
     options = [f"--config.file={configuration}", f"--storage.tsdb.path={directory}/data", "--log.level=warn"]
     with (directory / "log").open("wb") as log:
@@ -204,7 +207,7 @@ def prometheus(machine: Machine, directory: Path) -> Iterator[Callable[[str], st
 
 
 def test_a_newcomer_clones_and_scrapes_two_tenants(machine: Machine, tmp_path: Path) -> None:
-    """All commands of docs/quickstart.md in their order; then the upgrade, and nothing of it is left at the end.
+    """All commands of docs/quickstart.md in order, an alert, the upgrade, and nothing is left at the end.
 
     What pip would install is there. Prometheus is this machine's own, on the loopback of the one with systemd.
     """
@@ -233,6 +236,15 @@ def test_a_newcomer_clones_and_scrapes_two_tenants(machine: Machine, tmp_path: P
     shell(machine, copied.replace("systemctl restart prometheus\n", ""), "/root/membroker")
     with prometheus(machine, tmp_path) as beside:
         until(lambda: set(re.findall(r'tenant="(\w+)"\} => 67108864 ', beside(question))) == {"red", "blue"})
+        stop, start = re.findall(r"`(systemctl (?:stop|start) membrokerd)`", QUICK_START)
+        fires = (
+            """promtool query instant http://127.0.0.1:9090 'ALERTS{alertname="MembrokerDown",alertstate="firing"}'"""
+        )
+        assert "=>" not in beside(fires)
+        shell(machine, stop)
+        until(lambda: "=> 1 " in beside(fires))
+        shell(machine, start)
+        until(lambda: "=>" not in beside(fires) and beside(question).count("=> 67108864 ") == 2)
 
     sessions = json.loads(machine.run("membroker", "sessions", "--admin", "--json"))
     machine.run("sh", "-c", "kill " + " ".join(str(session["pid"]) for session in sessions))
