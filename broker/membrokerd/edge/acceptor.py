@@ -10,12 +10,13 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from membroker.wire.system_calls import describe
 
 from ..core.denied import Reason
 from ..system import logs
+from ..system.process import call_failed
 from ..system.turns import Turns
 
 PAUSE_SECONDS = 0.1
@@ -29,18 +30,18 @@ class Refusals:
 
     endpoint: str
     counter: Counter[str]
-    _unsaid: int = 0
-    _silent_until: float = 0.0
+    _unsaid: Counter[Reason] = field(default_factory=Counter)
+    _silent_until: dict[Reason, float] = field(default_factory=dict)
 
     def note(self, reason: Reason, **fields: object) -> None:
-        """Count a refused connection. It is logged at most once a second, so that no peer can fill the log."""
+        """Count a refused connection. A reason is logged at most once a second, so that no peer can fill the log."""
         self.counter[reason.value] += 1
-        self._unsaid += 1
-        if time.monotonic() < self._silent_until:
+        self._unsaid[reason] += 1
+        if time.monotonic() < self._silent_until.get(reason, 0.0):
             return
-        logs.log("connection refused", endpoint=self.endpoint, reason=reason.value, count=self._unsaid, **fields)
-        self._unsaid = 0
-        self._silent_until = time.monotonic() + REFUSED_LINE_SECONDS
+        count = self._unsaid.pop(reason)
+        logs.log("connection refused", endpoint=self.endpoint, reason=reason.value, count=count, **fields)
+        self._silent_until[reason] = time.monotonic() + REFUSED_LINE_SECONDS
 
 
 class Acceptor:
@@ -69,7 +70,7 @@ class Acceptor:
         except BlockingIOError:
             return False
         except OSError as error:
-            self._refusals.note(Reason.DESCRIPTORS_EXHAUSTED, error=describe("accept4", error))
+            self._refusals.note(call_failed("accept4", error).reason, error=describe("accept4", error))
             self._io.remove_reader(self._sock)
             self._io.call_later(PAUSE_SECONDS, self._resume)
             return False

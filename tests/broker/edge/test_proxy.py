@@ -41,6 +41,7 @@ class ProxiedServer:
         self.refused: Counter[str] = Counter()
         self.tenant = "red"
         """Whose the next connection is."""
+        self.turns = turns
         self._opened = [self._listener]
         self._io = asyncio.get_running_loop()
         refusals = Refusals("red", self.refused)
@@ -131,6 +132,33 @@ async def test_bytes_pass_both_ways(world: ProxiedServer) -> None:
     assert await world.read(peer, 8) == b"anything"
     server.close()
     assert await world.read(peer, 1) == b""
+
+
+@played_by(play)
+async def test_a_server_that_is_gone_is_no_lack_of_descriptors(world: ProxiedServer) -> None:
+    """As when somebody has removed the daemon's directory: its limit of open files would be looked at in vain."""
+    world.public.with_name("private").unlink()
+    assert await world.read(await world.peer(), 1) == b""
+    assert world.refused == {"INTERNAL": 1}
+
+
+@played_by(play)
+async def test_what_is_passed_on_takes_the_time_of_the_peers_tenant(world: ProxiedServer) -> None:
+    """Also what the server answers. To accept a connection takes that of the endpoint."""
+    served, put = list[str](), world.turns.put
+
+    def noted(tenant: str, work: Callable[[], bool]) -> None:
+        served.append(tenant)
+        put(tenant, work)
+
+    world.turns.put, world.tenant = noted, "blue"  # type: ignore[method-assign]
+    peer, server = await world.connect()
+    assert set(served) == {"red"}
+    for source, sink in ((peer, server), (server, peer)):
+        served.clear()
+        source.send(PREFACE)
+        assert await world.read(sink, len(PREFACE)) == PREFACE
+        assert "blue" in served
 
 
 @played_by(play)

@@ -16,8 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from membroker.wire.descriptors import peer_of
+from membroker.wire.system_calls import describe
 
 from ...core.denied import Reason
+from ...system.process import call_failed
 from ...system.turns import Turns
 from ..acceptor import Acceptor, Refusals
 from .callers import announce
@@ -73,7 +75,7 @@ class Proxy:
             peer.close()
             if server is not None:
                 server.close()
-            self._refusals.note(Reason.DESCRIPTORS_EXHAUSTED, error=error.strerror)
+            self._refusals.note(call_failed("connect", error).reason, error=describe("connect", error))
             return
         connection = ProxiedConnection(peer, server, tenant, self._turns, self._refusals, self._connections.pop)
         self._connections[connection] = tenant
