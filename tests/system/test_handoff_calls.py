@@ -194,6 +194,18 @@ class TestCancel:
             assert waiting(daemon) == 0
             assert len(one.borrow(model, PAGE)) == 1
 
+    def test_after_a_request_of_the_same_id(self, daemon: Daemon) -> None:
+        """That one is refused, and the first one waits on until it is cancelled."""
+        with Session(daemon.endpoint()) as one:
+            model = one.register("m")
+            one.borrow(model, PAGE)
+            first = waits(one, model)
+            one.send(pb.Frame(request_id=first, allocate=allocation(model, PAGE)))
+            assert reason(one.answer(first)[0]) == "REQUEST_ID_IN_USE"
+            assert waiting(daemon) == 1
+            one.send(pb.Frame(request_id=first, cancel=pb.Cancel()))
+            assert reason(one.answer(first)[0]) == "DELIVERY_FAILED"
+
     def test_what_is_granted_already(self, daemon: Daemon) -> None:
         """It comes too late: the extent is delivered, and lent."""
         with Session(daemon.endpoint()) as one:

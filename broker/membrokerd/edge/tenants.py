@@ -34,6 +34,8 @@ RETRY_SECONDS = 10.0
 """When a deletion goes on whose last step has failed, for want of room on a disk."""
 _AT_ONCE = 64
 """Segments that are deleted in one turn of the event loop."""
+_NO_CLIENTS = -1
+"""A request id that no client can have in flight: it would refuse the end of its session."""
 
 
 class TenantEndpoints(Protocol):
@@ -302,7 +304,7 @@ class Tenants:
         rows = [row for row in self._loop.broker.ledger.sessions.values() if row.tenant == name]
         for row in rows:
             if row.state == "open":
-                await self._try(partial(ev.Goodbye, session=row.session, request_id=0))
+                await self._try(partial(ev.Goodbye, session=row.session, request_id=_NO_CLIENTS))
             elif row.state == "detached":
                 await self._try(partial(ev.ForgetSession, session=row.session))
 

@@ -308,6 +308,20 @@ async def test_an_answer_of_the_same_number_later_is_another_calls(lender: Lende
     assert kinds(await lender.receive(1)) == ["5: error"]
 
 
+@played_by(play)
+async def test_a_step_reads_one_frame_and_takes_the_time_of_the_peers_tenant(lender: Lender) -> None:
+    """A peer that always has more to say is never served for longer than that while another tenant waits."""
+    await lender.begin()
+    steps = list[tuple[str, Callable[[], bool]]]()
+    lender.turns.put = lambda *work: steps.append(work)
+    for number in (1, 2, 3):
+        handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=number, allocate=allocation("m", PAGE))))
+    await lender.until(lambda: steps)
+    tenant, step = steps[0]
+    assert tenant == "red"
+    assert [(step(), len(lender.asked)) for _ in range(4)] == [(True, 1), (True, 2), (True, 3), (False, 3)]
+
+
 @pytest.mark.parametrize("refused", [False, True])
 @played_by(play)
 async def test_a_full_socket(lender: Lender, refused: bool) -> None:

@@ -273,6 +273,23 @@ def test_a_deletion_waits_for_what_is_lent() -> None:
     tell(story)
 
 
+def test_a_request_without_an_end_keeps_no_tenant() -> None:
+    """A session has released all, and never acknowledges a packet of the request 0."""
+
+    async def story(place: Place) -> None:
+        world = place.world
+        await place.create()
+        session = await world.open(CHAT)
+        await world.ask(lambda call: ev.Allocate(call, session, 0, CHAT, "device", 2 * MIB, 1))
+        ids = tuple(world.loop.broker.ledger.sessions[session].extents)
+        await world.ask(lambda call: ev.Release(call, session, world.request(), ids))
+        assert world.loop.broker.lending.in_flight(session, 0)
+        await place.delete()
+        await place.is_gone()
+
+    tell(story)
+
+
 def test_the_next_daemon_goes_on_with_a_deletion() -> None:
     """It finds it in the file: with a limit that a person has changed there, and a segment that is not deleted yet."""
 

@@ -110,7 +110,7 @@ class HandoffConnection:
         self._turns.put(self._peers_tenant, self.read)
 
     def read(self) -> bool:
-        """Read and handle the next frame. Return False when no other can be read now."""
+        """Read and handle the next frame. Return False when no frame has come, or while nothing is read."""
         # As `_is_held_up` says, but without a call: this is on the way of every page.
         if self._closed or self._waiting or self._outgoing or self._outbox.retry.is_pending:
             return False
@@ -136,7 +136,7 @@ class HandoffConnection:
         except Exception as error:  # noqa: BLE001 - the edge of the daemon: no frame may end it, or hang its sender
             logs.fault(error, endpoint=self._endpoint.name, pid=self._peer.pid)
             self.refuse(frame.request_id, deny(Reason.INTERNAL))
-        return not self._is_held_up
+        return True
 
     @property
     def _is_held_up(self) -> bool:
@@ -201,12 +201,14 @@ class HandoffConnection:
         began = time.perf_counter()
         method = _METHODS[kind]
         quiet = kind in _QUIET and message.no_reply
-        if kind in _MAY_WAIT:
+        is_asked = kind in _MAY_WAIT and request_id not in self._asked  # one of the same id is refused
+        if is_asked:
             self._asked[request_id] = None
 
         def respond(result: fx.Result | Denied) -> None:
             self._dispatcher.times_of(method, "handoff")(time.perf_counter() - began)
-            self._asked.pop(request_id, None)
+            if is_asked:
+                self._asked.pop(request_id, None)
             denied = result if isinstance(result, Denied) else None
             if denied is not None:
                 self._dispatcher.refused(session, request_id, method, message, denied)
@@ -218,7 +220,7 @@ class HandoffConnection:
                 self.notify(pb.Frame(request_id=request_id, notice=pb.Notice(release_refused=to_status(denied))))
 
         call = self._dispatcher.request(session, self._tenant, request_id, message, respond)
-        if request_id in self._asked:  # it has no answer yet
+        if is_asked and request_id in self._asked:  # it has no answer yet
             self._asked[request_id] = call
 
     def _read_books(self, request_id: int, kind: str, message: Any, session: int) -> None:
