@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.text_format import MessageToString
 from google.rpc.status_pb2 import Status
 
+from membroker.v1.admin_pb2 import ReloadResponse
 from membroker.wire.names import STATUS_METADATA, TOKEN_METADATA
 
 from ...core.denied import Denied, Reason, deny
@@ -132,6 +133,8 @@ class Guard(grpc.aio.ServerInterceptor):
                 if inspect.isawaitable(answer):
                     answer = await answer
                 if not isinstance(answer, Denied):
+                    if isinstance(answer, ReloadResponse) and answer.problems:
+                        result = "REFUSED"
                     return self._bytes_of(answer, context, user)
                 result = answer.reason.value
                 _answer(context, to_status(answer))
