@@ -65,6 +65,14 @@ class TenantQueues(Generic[_T]):
             del self._waiting[tenant]
         return tenant, work
 
+    def go_on(self, tenant: str) -> bool:
+        """Let a tenant that was charged go on at once if nothing waits, as if it had waited. Return whether it may."""
+        if self._waiting:
+            return False
+        if tenant != self._first:
+            self._now = max(self._now, self._used[tenant])
+        return True
+
     def charge(self, tenant: str, seconds: float) -> None:
         """Note that a tenant has used so much time."""
         self._used[tenant] = max(self._now, self._used.get(tenant, 0.0)) + seconds

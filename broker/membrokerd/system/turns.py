@@ -128,9 +128,12 @@ class Turns:
         end = now + PORTION_SECONDS
         while queues and now < end:
             tenant, work = queues.take()
-            goes_on = work()
-            began, now = now, clock()
-            queues.charge(tenant, now - began)
+            while True:
+                goes_on = work()
+                began, now = now, clock()
+                queues.charge(tenant, now - began)
+                if not goes_on or now >= end or not queues.go_on(tenant):
+                    break
             if goes_on:
                 queues.put(tenant, work)
 

@@ -78,6 +78,35 @@ def test_nobody_saves_time_by_waiting_for_nothing() -> None:
     assert _order(queues, {}) == ["blue 0", "red 0", "blue 1", "red 1", "blue 2", "red 2"]
 
 
+@pytest.mark.parametrize("first", [None, "red"])
+def test_who_goes_on_alone_has_used_as_much_as_if_it_had_waited(first: str | None) -> None:
+    """Red is alone for three steps. Blue and green come then, each with less used than red, and a debt of green's."""
+    orders = []
+    for goes_on in (True, False):
+        queues: TenantQueues[str] = TenantQueues(first)
+        queues.put("green", "green")
+        queues.take()
+        queues.charge("green", 2.5)
+        queues.put("red", "red")
+        queues.take()
+        for _ in range(3):
+            queues.charge("red", 1.0)
+            if goes_on:
+                assert queues.go_on("red")
+            else:
+                queues.put("red", "red")
+                queues.take()
+        queues.put("blue", "blue 0")
+        assert not queues.go_on("red"), "blue waits"
+        for work in ("blue 1", "blue 2"):
+            queues.put("blue", work)
+        for number in range(3):
+            queues.put("red", f"red {number}")
+            queues.put("green", f"green {number}")
+        orders.append(_order(queues, {}))
+    assert orders[0] == orders[1]
+
+
 def test_the_first_comes_before_all_others() -> None:
     queues: TenantQueues[str] = TenantQueues(first="")
     for number in range(3):
