@@ -65,6 +65,8 @@ class Replayer:
         self._models: dict[ModelName, tuple[int | None, dict[Location, int]]] = {}
         self._answers = Answers(self, recording)
         self._deaths = Deaths(self.broker, self.tell)
+        self._quotas: list[ft.QuotaSet] = []
+        """What commands have set one after the other, at the same time, and is not in force yet."""
         self._stuck: int | None = None
         self._happened_at = self.now
         """When something happened last that was no repeat of a recall."""
@@ -73,6 +75,8 @@ class Replayer:
     def run(self, progress: Callable[[int], None]) -> None:
         """Replay all rows; `progress` is told how many are done, now and then."""
         for index, (at, row) in enumerate(self._part.rows):
+            if self._quotas and (type(row) is not ft.QuotaSet or at > self.now):
+                self._set_quotas()
             self._until(at, index)
             self.now, self._index = max(self.now, at), index
             self._happened_at = self.now
@@ -81,6 +85,8 @@ class Replayer:
                 act(self, row)
             if not index % 1024:
                 progress(index)
+        if self._quotas:
+            self._set_quotas()
         self._until(self.now + 1, LAST)  # what follows from the last row at once
 
     # --- time ---
@@ -389,9 +395,16 @@ class Replayer:
         self.broker.change_rules(self._rules)
 
     def _quota(self, row: ft.QuotaSet) -> None:
-        left = self._changes.left_of(row)
-        numbers = {"limit": left.limit, "guarantee": left.guarantee, "weight": left.weight}
-        self._ask(lambda call: ev.SetQuota(call, row.tenant, row.model, row.location, **numbers, undo=True))
+        self._quotas.append(self._changes.left_of(row))
+
+    def _set_quotas(self) -> None:
+        """Set the quotas that follow each other at one time. The core looks at all that it has once, at the last."""
+        *first, last = self._quotas
+        self._quotas = []
+        for row in first:
+            self.broker.ledger.apply(row)
+        numbers = {"limit": last.limit, "guarantee": last.guarantee, "weight": last.weight}
+        self._ask(lambda call: ev.SetQuota(call, last.tenant, last.model, last.location, **numbers, undo=True))
 
     def _stopping(self, _: trace.DaemonStops) -> None:
         self.broker.books.stopping = True
