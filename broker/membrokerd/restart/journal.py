@@ -173,6 +173,7 @@ class Journal:
         except OSError as error:
             if error.errno not in files.NO_ROOM or not self._predecessors_end:
                 raise
+            self.why = describe("pwrite", error)
             self._descriptor = files.open_file(self.path, os.O_RDWR)
             self._end, self._room = self._predecessors_end, os.fstat(self._descriptor).st_size
             self._due_at = self._end + self._compact_bytes

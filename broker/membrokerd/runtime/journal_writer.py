@@ -8,10 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 
+from membroker.vmm import format_size
+
 from ..core import facts as ft
 from ..core.checkpoint import checkpoint_facts
 from ..core.machine import Broker
-from ..restart.journal import Journal
+from ..restart.journal import RESERVE_BYTES, Journal
 from ..restart.records import LEFT_OUT
 from ..system import logs
 from ..system.failpoints import reach
@@ -90,6 +92,7 @@ class JournalWriter:
             logs.warn(
                 "the journal cannot be written: the broker lends nothing more and begins no session; make room there",
                 path=path,
+                needs=format_size(2 * RESERVE_BYTES),
                 error=self._journal.why,
             )
         elif books.cannot_write and not self._journal.full:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -64,18 +63,30 @@ def any_value(name: str, hint: Any) -> st.SearchStrategy[Any]:
     return st.integers(least, most) | st.sampled_from((least, most))
 
 
+@pytest.mark.parametrize("examples", [8, pytest.param(40, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("kind", [kind for kind in typing.get_args(ft.Fact) if kind not in LEFT_OUT])
-def test_every_fact_is_read_back_unchanged(tmp_path_factory: pytest.TempPathFactory, kind: type) -> None:
+def test_every_fact_is_read_back_unchanged(tmp_path_factory: pytest.TempPathFactory, kind: type, examples: int) -> None:
     """Every field of every fact is read back unchanged, whatever its value: a process may choose any name."""
     path = tmp_path_factory.mktemp("state") / "journal"
 
-    @settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(any_of(kind), min_size=1, max_size=3), any_of(kind))
     def come_back(step: list[ft.Fact], other: ft.Fact) -> None:
         write(path, step, [other], story=[*step, *step])
         assert read(path) == ([*step, *step, *step, other], [])
 
     come_back()
+
+
+def test_the_least_and_the_most_that_can_be_are_read_back(path: Path) -> None:
+    """Root and the last user, and extents of a byte: the bounds of the test above are those of the code."""
+    outer: list[ft.Fact] = [
+        *(ft.SessionBegan(1, "t", pid, uid, "", False, "", 0) for pid, uid in ((0, 0), ((1 << 31) - 1, (1 << 32) - 1))),
+        ft.Debited(1, NAME, "device", 1, 1, 1),
+        ft.UnaccountedSeen("device", -1),
+    ]
+    write(path, outer)
+    assert read(path) == (outer, [])
 
 
 def test_the_number_of_a_fact_never_changes() -> None:

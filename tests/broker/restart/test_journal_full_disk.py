@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -101,6 +102,40 @@ print(number, flush=True)
 """
     assert child(path, script) == 11
     assert read(path) == (steps(11), [])
+
+
+def test_a_journal_that_begins_or_goes_on_without_room_says_why(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says stays for the operator when there is room again, and until there is another reason."""
+    journal, error = Journal(path, BINDING), errno.ENOSPC
+
+    def no_room(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", no_room)
+        journal.begin([])
+        assert (journal.full, "ENOSPC" in journal.why) == (True, True)
+        error = errno.EDQUOT
+        assert journal.append(())
+        assert (journal.full, "EDQUOT" in journal.why) == (True, True)
+    assert journal.append(())
+    assert (journal.full, "EDQUOT" in journal.why) == (False, True)
+    journal.close()
+
+
+def test_a_stop_writes_what_there_was_no_room_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator makes room and stops the daemon: no step comes between the two."""
+    journal = Journal(path, BINDING)
+    journal.begin([])
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        assert not journal.append(steps(2))
+    journal.close()
+    assert read(path) == (steps(2), [])
 
 
 def test_a_daemon_that_dies_with_a_full_disk(path: Path) -> None:
@@ -207,6 +242,25 @@ print(number, flush=True)
 """
     assert child(path, script) == 2
     assert read(path) == (steps(2), [])
+
+
+def test_a_predecessors_file_without_a_reserve(path: Path) -> None:
+    """The log of the daemon that goes on with it says why it lends nothing."""
+    script = """
+journal.close()
+limit(RESERVE_BYTES)
+journal = Journal(path, Binding("boot-1", "GPU-1"))
+journal.begin([])
+assert journal.full
+journal.close()
+journal = Journal(path, Binding("boot-1", "GPU-1"))
+journal.read(list)
+journal.begin([ft.SessionEnded(1, 0)] * 300_000)
+assert journal.full
+assert journal.why, "nobody can mend it"
+print(number, flush=True)
+"""
+    assert child(path, script) == 0
 
 
 def test_room_that_a_compaction_makes_is_used_at_once(path: Path) -> None:
