@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,8 +103,14 @@ def reload_now(path: Path) -> str:
         raise ReloadFailed(f"it could not be asked to reload: {error.code().name}: {error.details()}") from error
     if done.problems:
         raise ReloadFailed("; ".join(["the configuration stays as it is", *done.problems]))
-    keys = ", ".join(done.pending_keys)
-    return f"reloaded; not in force before a restart: {keys}" if keys else "reloaded"
+    tenants = [key for key in done.pending_keys if re.fullmatch(r"tenants\.[^.]+", key)]
+    keys = [key for key in done.pending_keys if key not in tenants]
+    sentences = ["reloaded"]
+    if keys:
+        sentences.append(f"not in force before a restart: {', '.join(keys)}")
+    if tenants:  # a restart would only take the sessions' endpoint away
+        sentences.append(f"not in force before another reload, the log says why: {', '.join(tenants)}")
+    return "; ".join(sentences)
 
 
 def _is_served(path: Path) -> bool:

@@ -18,6 +18,7 @@ from tests.support.template import run
 from tests.support.workers import Refused, Worker, proc_of, worker
 
 import membroker
+from membroker.cli.doctor import check_configuration
 from membroker.v1 import admin_pb2
 
 RED: dict[str, Any] = {"limit": "64MiB"}
@@ -131,6 +132,10 @@ def test_a_tenant_is_removed_once_it_holds_nothing(daemon: Daemon, engine: Worke
         in said
     )
     assert 'charged="32.0 MiB"' in said
+    # A restart would take the endpoint away from the worker: nobody is told to restart for a tenant.
+    write(daemon, to_toml({**written(daemon), "capacity": "128MiB", "tenants": {"blue": {}}}))
+    waiting = "not in force before another reload, the log says why: tenants.red"
+    assert ask(daemon) == (0, f"reloaded; not in force before a restart: capacity; {waiting}\n")
     engine.do("model.allocate('2MiB').close()")
     engine.do("kept.close(); client.close()")
     until(lambda: not daemon.sessions())
@@ -250,19 +255,25 @@ def test_a_reload_that_is_asked_for_fails_if_it_is_refused(daemon: Daemon, engin
     assert status == 1
     assert "900" in said
     assert "Traceback" not in said
+    until(lambda: 'method=Reload request="" result=REFUSED' in daemon.log())
     assert "900" in " ".join(daemon.device().reload_problems)
     with membroker.connect(daemon.endpoint("blue")) as client:
         assert not client.device().reload_problems, "a tenant sees no other tenant's name"
     until(lambda: daemon.figure("membroker_config_last_reload_successful") == 0)
     assert daemon.figure("membroker_config_last_reload_success_timestamp_seconds") == begun
     assert "reload" in good("status", "--admin", at=daemon.endpoint())
+    check = check_configuration(str(daemon.admin), {})
+    assert check.status == "warn"
+    assert "900" in check.found
     write(daemon, to_toml({**written(daemon), "capacity": "128MiB"}))
     assert ask(daemon) == (0, "reloaded; not in force before a restart: capacity\n")
+    assert check_configuration(str(daemon.admin), {}).found == "not in force: capacity"
     assert "not in force  capacity" in good("status", "--admin", at=daemon.endpoint())
     until(lambda: daemon.figure("membroker_config_last_reload_successful") == 1)
     assert daemon.figure("membroker_config_last_reload_success_timestamp_seconds") > begun
     write(daemon, to_toml(written(daemon)))
     assert ask(daemon) == (0, "reloaded\n")
+    assert check_configuration(str(daemon.admin), {}).status == "ok"
     assert "not in force" not in good("status", "--admin", at=daemon.endpoint())
     daemon.kill()
     status, said = ask(daemon)

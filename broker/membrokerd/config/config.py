@@ -223,7 +223,10 @@ def load(
         directory = _default_runtime_directory(env, os.geteuid() if uid is None else uid)
         config = replace(config, runtime_directory=directory or Path())
         if directory is None:
-            where = "XDG_RUNTIME_DIR is not set; name a directory, as in --runtime-directory /tmp/membroker-me"
+            where = (
+                "XDG_RUNTIME_DIR is not set: export it as a directory of your own, in the shells of programs too; "
+                "then they find the broker. Or name one, as in --runtime-directory /tmp/membroker-me"
+            )
             problems.setdefault("runtime_directory", where)
     problems |= dict(_misfits(config, problems))
     if problems:

@@ -115,6 +115,7 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
         ("packages", lambda: _of_daemon(check_packages(), endpoint, env)),
         ("runtime directory", lambda: _of_daemon(check_runtime_directory(env, os.geteuid()), endpoint, env)),
         ("broker", lambda: check_broker(endpoint, env)),
+        ("configuration", lambda: check_configuration(endpoint, env)),
         ("unaccounted", lambda: check_unaccounted(endpoint, env)),
         ("guarantees", lambda: check_guarantees(endpoint, env)),
     )
@@ -344,7 +345,10 @@ def check_runtime_directory(env: Mapping[str, str], uid: int) -> Check:
     """The daemon makes its sockets there, and a socket's path has at most 107 bytes."""
     own = env.get("XDG_RUNTIME_DIR", "")
     if uid and not own:
-        advice = "set XDG_RUNTIME_DIR to a directory of your own, or start membrokerd with --runtime-directory DIR"
+        advice = (
+            "export XDG_RUNTIME_DIR=DIR, a directory of your own, also where programs start; "
+            "or start membrokerd with --runtime-directory DIR"
+        )
         return Check("runtime directory", "fail", "XDG_RUNTIME_DIR is not set", advice)
     directory = Path(own, "membroker") if uid else endpoints.system_directory(env)
     if fault := paths.socket_fault(directory / SHORTEST_ENDPOINT):
@@ -424,6 +428,22 @@ def check_unaccounted(endpoint: str | None, env: Mapping[str, str]) -> Check:
             return Check("unaccounted", "warn", found, advice)
         lines.append(found)
     return Check("unaccounted", "ok", "; ".join(lines) or "not checked: the device does not tell what is in use")
+
+
+def check_configuration(endpoint: str | None, env: Mapping[str, str]) -> Check:
+    """Check that the daemon would start again with its file. Only an operator can ask."""
+    try:
+        with open_admin(endpoint, env) as admin:
+            device = admin.device()
+    except MembrokerError:
+        return Check("configuration", "ok", "not checked: that needs a broker's admin endpoint")
+    if device.reload_problems:
+        found = f"the last reload was refused, and the next start would fail: {'; '.join(device.reload_problems)}"
+        return Check("configuration", "warn", found, "mend the file, then reload: `membrokerd --config FILE --reload`")
+    if device.pending_keys:
+        advice = "restart the daemon for keys; for a tenant, its log says what to do before another reload"
+        return Check("configuration", "warn", f"not in force: {', '.join(device.pending_keys)}", advice)
+    return Check("configuration", "ok", "the file is in force as it was read last")
 
 
 def check_guarantees(endpoint: str | None, env: Mapping[str, str]) -> Check:

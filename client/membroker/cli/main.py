@@ -33,6 +33,8 @@ It is a warning if no daemon runs or answers, or if the daemon is drained. It is
 MEMBROKER_ENDPOINT names a daemon that does not answer, or if a daemon cannot write its journal. To check only whether a
 daemon is alive, use `membroker status --device N`: its exit status is 1 if that daemon does not answer.
 
+`configuration` warns if the file was refused at the last reload: the next start would fail with it.
+
 `unaccounted` warns if more memory is in use outside the books than the headroom has room for: the device then has less
 free memory than the books say.
 
