@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -18,11 +17,7 @@ from tests.support.daemons import Daemon, running
 from tests.support.sizes import MIB
 
 import membroker
-from membroker import types
-from membroker.admin import ProcessStatus, TenantBooks, TenantStatus
-from membroker.cli import main as cli
-from membroker.cli.books import admin_socket
-from membroker.errors import BrokerUnavailable, InvalidRequest
+from membroker.errors import BrokerUnavailable
 
 pytestmark = pytest.mark.shared_daemon
 
@@ -240,82 +235,3 @@ def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
     for option in ((), ("--admin",)):
         said = refused("status", *option, at=daemon.endpoint("red"))
         assert "the broker is dead and left its socket behind" in said
-
-
-def test_a_wrong_command_line_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, complaint in [
-        ((), "COMMAND"),
-        (("stat",), "there is no command `membroker stat`, did you mean status?\n"),
-        (("zzz",), "there is no command `membroker zzz`: `membroker --help` lists all"),
-        (("quota", "sett", "acme"), "there is no command `membroker quota sett`, did you mean set?"),
-        (("--device", "1", "status"), "options come after the command, as in `membroker COMMAND --device …`"),
-        (("--json", "status"), "options come after the command, as in `membroker COMMAND --json …`"),
-        (("--verison",), "unrecognized arguments: --verison, did you mean --version?"),
-        (("status", "--jso"), "unrecognized arguments: --jso, did you mean --json?\n"),
-        (("models", "--watsh=1"), "unrecognized arguments: --watsh=1, did you mean --watch?"),
-        (("run", "--modle", "x", "--", "true"), "did you mean --model?"),
-        (("tenants", "acme"), "unrecognized arguments: acme\n"),
-        ((), "the following arguments are required: COMMAND: `membroker --help` lists all\n"),
-        (("quota",), "the following arguments are required: ACTION: `membroker quota --help` lists all\n"),
-        (("models", "--watch", "0"), "is not a number of seconds"),
-        (("models", "--watch", "nan"), "is not a number of seconds"),
-        (("quota", "set", "acme"), "--limit"),
-        (("quota", "set", "acme", "--limit", "8 gigs"), "cannot read '8 gigs' as a size"),
-        (("quota", "set", "acme", "--limit=-1"), "cannot read '-1' as a size"),
-        (("quota", "set", "acme", "--weight", "1001"), "'1001' is not a whole number from 0 to 1000, or none"),
-        (("quota", "set", "acme", "--weight", "1.5"), "'1.5' is not a whole number"),
-        (("quota", "set", "acme", "--weight", "9" * 5_000), "is not a whole number"),
-        (("quota", "set", "Acme", "--limit", "1GiB"), "is not TENANT or TENANT/MODEL"),
-        (("quota", "set", "uid-0/-chat", "--limit", "1GiB"), "begin with a letter"),
-        (("quota", "set", "uid-0/" + "m" * 97, "--limit", "1GiB"), "at most 96"),
-        (("quota", "set", "a/b/c/d", "--limit", "1GiB"), "is not TENANT or TENANT/MODEL"),
-        (("quota", "set", "acme", "--limit", "1GiB", "--location", "moon"), "invalid choice"),
-        (("forget",), "SESSION"),
-        (("evict",), "SESSION"),
-        (
-            ("evict", "llama-7b", "--yes"),
-            "'llama-7b' is not a session, as in sessions/1c0000000001: `membroker sessions",
-        ),
-        (("status", "--device", "1", "--endpoint", "/run/x"), "not allowed with argument"),
-        (("forget", "llama-7b"), "'llama-7b' is not a session, as in sessions/"),
-        (("drain", "--deadline", "0"), "is not a number of seconds"),
-    ]:
-        with pytest.raises(SystemExit) as caught:
-            cli.main(arguments)
-        assert caught.value.code == 2
-        assert complaint in capsys.readouterr().err
-
-
-def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in [
-        *("", "status", "models", "sessions", "tenants", "processes", "doctor", "demo", "top", "explain", "replay"),
-        *("sleep", "wake", "quota", "quota set", "quota list", "run", "segments", "segments load", "segments show"),
-        *("segments delete", "forget", "evict", "drain", "undrain"),
-    ]:
-        with pytest.raises(SystemExit) as caught:
-            cli.main([*arguments.split(), "--help"])
-        assert caught.value.code == 0
-        text = capsys.readouterr().out
-        assert re.search(rf"examples?:\n  membroker {arguments}", text)
-
-
-def test_the_examples_for_jq_name_fields_that_json_has(capsys: pytest.CaptureFixture[str]) -> None:
-    """Somebody copies them from the help: a wrong name gives null, and no error."""
-    values = (types.DeviceStatus, types.ModelStatus, types.SessionStatus, TenantStatus, TenantBooks, ProcessStatus)
-    known = {field.name for value in values for field in dataclasses.fields(value)} | {"device"}
-    named: set[str] = set()
-    for command in ("status", "models", "sessions", "tenants", "processes"):
-        with pytest.raises(SystemExit):
-            cli.main([command, "--help"])
-        (program,) = re.findall(r"jq '(.*)'", capsys.readouterr().out)
-        named |= set(re.findall(r"\.([a-z_]+)", program))
-    assert {"books", "used_bytes", "excess_bytes"} <= named <= known
-
-
-def test_the_admin_endpoint_is_the_sibling_of_a_tenants() -> None:
-    device = "/run/membroker/gpu-12345678"
-    assert str(admin_socket(f"{device}/tenants/acme", {})) == f"{device}/admin/grpc.sock"
-    assert str(admin_socket(f"{device}/admin", {})) == f"{device}/admin/grpc.sock"
-    assert str(admin_socket(None, {"MEMBROKER_ENDPOINT": f"{device}/tenants/acme"})) == f"{device}/admin/grpc.sock"
-    with pytest.raises(InvalidRequest, match="--endpoint"):
-        admin_socket("/membroker", {})

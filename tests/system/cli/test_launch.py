@@ -16,7 +16,6 @@ from tests.support.daemons import DEADLINE_SECONDS, Daemon
 from tests.support.sizes import MIB
 
 import membroker
-from membroker.cli import main as cli
 from membroker.errors import InvalidRequest
 
 pytestmark = pytest.mark.shared_daemon
@@ -150,19 +149,3 @@ def test_a_script_of_an_environment_that_was_moved_is_told_from_a_missing_one(da
         assert done.returncode == 126
         complaint = "the interpreter that its first line names does not exist"
         assert done.stderr == f"membroker: cannot start {name!r}: {complaint}\n"
-
-
-def test_a_wrong_command_line_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, complaint in [
-        (("run",), "COMMAND"),
-        (("run", "--"), "COMMAND"),
-        (("run", "--limit", "8MiB", "--", "true"), "give --model, too"),
-        (("run", "--model", "../x", "--", "true"), "is not the name of a model"),
-        (("run", "--guest", "--model", "m", "--memory", "1MiB", "--engine", "vllm", "--", "true"), "leave --guest or"),
-        (("run", "--engine", "other", "--", "true"), "invalid choice: 'other'"),
-        (("run", "--model", "m", "--limit", "much", "--", "true"), "cannot read 'much' as a size"),
-    ]:
-        with pytest.raises(SystemExit) as caught:
-            cli.main(arguments)
-        assert caught.value.code == 2
-        assert complaint in capsys.readouterr().err

@@ -6,14 +6,11 @@ import json
 import os
 from pathlib import Path
 
-import pytest
 from tests.support.command import good, refused, run
 from tests.support.daemons import Daemon, until
 from tests.support.sizes import MIB
 from tests.support.template import PythonProcess
 from tests.support.workers import worker
-
-from membroker.cli.main import main
 
 
 def test_the_life_of_a_tenant(daemon: Daemon, tmp_path: Path) -> None:
@@ -64,22 +61,3 @@ def test_what_is_refused(daemon: Daemon) -> None:
     assert "membroker quota set red" in told
     good("tenant", "set", "red", "--limit", "64MiB", at=daemon.admin)
     assert "limit 64.0 MiB" in good("quota", "set", "red", "--weight", "2", at=daemon.admin)
-
-
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        ("create Acme", "is not the name of a tenant"),
-        ("create a --mode 99", "is not a mode"),
-        ("create a --owner nobody-at-all", "this machine has no user 'nobody-at-all'"),
-        ("create a --uids 1,x-y", "this machine has no user 'x-y'"),
-        ("set a --lend-unused maybe", "is not yes, no or none"),
-        ("set a --owner 1", "unrecognized arguments"),
-        ("set a", "name at least one setting to change"),
-    ],
-)
-def test_a_wrong_command_line(words: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["tenant", *words.split()])
-    assert ended.value.code == 2
-    assert what in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -138,6 +139,19 @@ def test_a_row_with_many_names_has_the_first_and_a_count() -> None:
     names = tuple(f"tenants/acme/models/m{number}" for number in range(200))
     process = ProcessStatus(7, "python", 0, 0, 0, 0, tuple(f"sessions/{number:x}" for number in range(1, 201)), names)
     assert rendered(tables.processes_table([process]))[1].split()[-2:] == ["acme/m0", "+199"]
+
+
+def test_a_pod_is_named_and_else_has_its_uid() -> None:
+    """Its sessions are one row for each tenant; a process of no pod is in none."""
+    rows = [
+        replace(session("tenants/red/models/m", 7), pod_uid="uid-1", pod_name="web/a-0"),
+        replace(session("tenants/red/models/m", 7), pod_uid="uid-1", pod_name="web/a-0"),
+        replace(session("tenants/blue/models/m", 8), pod_uid="uid-2"),
+        session("tenants/blue/models/m", 8),
+    ]
+    table = tables.pods_table(rows)
+    assert [list(row[:3]) for row in table.rows] == [["uid-2", "blue", "1"], ["web/a-0", "red", "2"]]
+    assert [tables.process_of(row).partition(" in ")[2] for row in rows[1:]] == ["the pod web/a-0", "the pod uid-2", ""]
 
 
 def test_a_location_that_is_not_used_is_no_row() -> None:

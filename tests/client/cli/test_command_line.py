@@ -1,0 +1,135 @@
+"""What the command `membroker` says before it looks for a broker."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from membroker import types
+from membroker.admin import ProcessStatus, TenantBooks, TenantStatus
+from membroker.cli import main as cli
+from membroker.cli.books import admin_socket
+from membroker.errors import InvalidRequest
+
+
+def test_a_wrong_command_line_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, complaint in [
+        ((), "COMMAND"),
+        (("stat",), "there is no command `membroker stat`, did you mean status?\n"),
+        (("zzz",), "there is no command `membroker zzz`: `membroker --help` lists all"),
+        (("quota", "sett", "acme"), "there is no command `membroker quota sett`, did you mean set?"),
+        (("--device", "1", "status"), "options come after the command, as in `membroker COMMAND --device …`"),
+        (("--json", "status"), "options come after the command, as in `membroker COMMAND --json …`"),
+        (("--verison",), "unrecognized arguments: --verison, did you mean --version?"),
+        (("status", "--jso"), "unrecognized arguments: --jso, did you mean --json?\n"),
+        (("models", "--watsh=1"), "unrecognized arguments: --watsh=1, did you mean --watch?"),
+        (("run", "--modle", "x", "--", "true"), "did you mean --model?"),
+        (("tenants", "acme"), "unrecognized arguments: acme\n"),
+        ((), "the following arguments are required: COMMAND: `membroker --help` lists all\n"),
+        (("quota",), "the following arguments are required: ACTION: `membroker quota --help` lists all\n"),
+        (("models", "--watch", "0"), "is not a number of seconds"),
+        (("models", "--watch", "nan"), "is not a number of seconds"),
+        (("quota", "set", "acme"), "--limit"),
+        (("quota", "set", "acme", "--limit", "8 gigs"), "cannot read '8 gigs' as a size"),
+        (("quota", "set", "acme", "--limit=-1"), "cannot read '-1' as a size"),
+        (("quota", "set", "acme", "--weight", "1001"), "'1001' is not a whole number from 0 to 1000, or none"),
+        (("quota", "set", "acme", "--weight", "1.5"), "'1.5' is not a whole number"),
+        (("quota", "set", "acme", "--weight", "9" * 5_000), "is not a whole number"),
+        (("quota", "set", "Acme", "--limit", "1GiB"), "is not TENANT or TENANT/MODEL"),
+        (("quota", "set", "uid-0/-chat", "--limit", "1GiB"), "begin with a letter"),
+        (("quota", "set", "uid-0/" + "m" * 97, "--limit", "1GiB"), "at most 96"),
+        (("quota", "set", "a/b/c/d", "--limit", "1GiB"), "is not TENANT or TENANT/MODEL"),
+        (("quota", "set", "acme", "--limit", "1GiB", "--location", "moon"), "invalid choice"),
+        (("forget",), "SESSION"),
+        (("evict",), "SESSION"),
+        (
+            ("evict", "llama-7b", "--yes"),
+            "'llama-7b' is not a session, as in sessions/1c0000000001: `membroker sessions",
+        ),
+        (("status", "--device", "1", "--endpoint", "/run/x"), "not allowed with argument"),
+        (("forget", "llama-7b"), "'llama-7b' is not a session, as in sessions/"),
+        (("drain", "--deadline", "0"), "is not a number of seconds"),
+        (("segments", "load", "x", "weights"), "name the segment and its model once"),
+        (("segments", "load", "x", "a/weights", "--model", "b"), "name the segment and its model once"),
+        (("segments", "load", "x", "red/a/weights", "--model", "a"), "name the segment and its model once"),
+        (("segments", "load", "x"), "NAME"),
+        (("segments", "load", "x", "a/-b"), "is not SEGMENT"),
+        (("segments", "load", "x", "m/é"), "are letters, digits and ._-"),
+        (("segments", "load", "x", "a/b/c/d/e"), "is not SEGMENT"),
+        (("segments", "load", "x", "a/b", "--location", "moon"), "invalid choice"),
+        (("segments", "load", "x", "a/b", "--limit", "much"), "cannot read 'much' as a size"),
+        (("segments", "--admin", "load", "x", "a/b"), "at its tenant's endpoint"),
+        (("segments", "--admin", "show", "a/b"), "at its tenant's endpoint"),
+        (("segments", "load", "x", "a/b", "--admin"), "unrecognized arguments"),
+        (("segments", "delete", "b", "--admin"), "TENANT/MODEL/SEGMENT"),
+        (("segments", "loadx", "x", "a/b"), "there is no command `membroker segments loadx`, did you mean load?"),
+        (("tenant", "create", "Acme"), "is not the name of a tenant"),
+        (("tenant", "create", "a", "--mode", "99"), "is not a mode"),
+        (("tenant", "create", "a", "--owner", "nobody-at-all"), "this machine has no user 'nobody-at-all'"),
+        (("tenant", "create", "a", "--uids", "1,x-y"), "this machine has no user 'x-y'"),
+        (("tenant", "set", "a", "--lend-unused", "maybe"), "is not yes, no or none"),
+        (("tenant", "set", "a", "--owner", "1"), "unrecognized arguments"),
+        (("tenant", "set", "a"), "name at least one setting to change"),
+        (("run",), "COMMAND"),
+        (("run", "--"), "COMMAND"),
+        (("run", "--limit", "8MiB", "--", "true"), "give --model, too"),
+        (("run", "--model", "../x", "--", "true"), "is not the name of a model"),
+        (("run", "--guest", "--model", "m", "--memory", "1MiB", "--engine", "vllm", "--", "true"), "leave --guest or"),
+        (("run", "--engine", "other", "--", "true"), "invalid choice: 'other'"),
+        (("run", "--model", "m", "--limit", "much", "--", "true"), "cannot read 'much' as a size"),
+        (("run", "--guest", "--", "true"), "--guest needs --model and --memory"),
+        (
+            ("run", "--guest", "--model", "m", "--memory", "1GiB", "--limit", "1GiB", "--", "true"),
+            "--limit is for programs that use membroker",
+        ),
+        (
+            ("run", "--guest", "--model", "m", "--memory", "1GiB", "--sleep-after", "3", "--", "true"),
+            "--sleep-after counts from the last connection",
+        ),
+        (
+            ("run", "--guest", "--model", "m", "--memory", "1GiB", "--door", "80", "--", "true"),
+            "does not name two ports",
+        ),
+        (("run", "--door", "1:2", "--", "true"), "--door is for a guest: give --guest, too"),
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 2
+        assert complaint in capsys.readouterr().err
+
+
+def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in [
+        *("", "status", "models", "sessions", "tenants", "processes", "doctor", "demo", "top", "explain", "replay"),
+        *("sleep", "wake", "quota", "quota set", "quota list", "run", "segments", "segments load", "segments show"),
+        *("segments delete", "forget", "evict", "drain", "undrain"),
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main([*arguments.split(), "--help"])
+        assert caught.value.code == 0
+        text = capsys.readouterr().out
+        assert re.search(rf"examples?:\n  membroker {arguments}", text)
+
+
+def test_the_examples_for_jq_name_fields_that_json_has(capsys: pytest.CaptureFixture[str]) -> None:
+    """Somebody copies them from the help: a wrong name gives null, and no error."""
+    values = (types.DeviceStatus, types.ModelStatus, types.SessionStatus, TenantStatus, TenantBooks, ProcessStatus)
+    known = {field.name for value in values for field in dataclasses.fields(value)} | {"device"}
+    named: set[str] = set()
+    for command in ("status", "models", "sessions", "tenants", "processes"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        (program,) = re.findall(r"jq '(.*)'", capsys.readouterr().out)
+        named |= set(re.findall(r"\.([a-z_]+)", program))
+    assert {"books", "used_bytes", "excess_bytes"} <= named <= known
+
+
+def test_the_admin_endpoint_is_the_sibling_of_a_tenants() -> None:
+    device = "/run/membroker/gpu-12345678"
+    assert str(admin_socket(f"{device}/tenants/acme", {})) == f"{device}/admin/grpc.sock"
+    assert str(admin_socket(f"{device}/admin", {})) == f"{device}/admin/grpc.sock"
+    assert str(admin_socket(None, {"MEMBROKER_ENDPOINT": f"{device}/tenants/acme"})) == f"{device}/admin/grpc.sock"
+    with pytest.raises(InvalidRequest, match="--endpoint"):
+        admin_socket("/membroker", {})
