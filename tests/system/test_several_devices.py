@@ -129,6 +129,12 @@ def command(place: Path, *words: str) -> tuple[int, str, str]:
     return run(*words, env={"XDG_RUNTIME_DIR": str(place)})
 
 
+def states(out: str) -> dict[str, str]:
+    """Return what the first table of `membroker status` says of each device."""
+    _, *rows = out.partition("\n\n")[0].splitlines()
+    return {row.split()[0]: re.split(r"  +", row)[-1] for row in rows}
+
+
 def test_one_command_for_all_devices_and_one_for_each(place: Path) -> None:
     """`status` shows both, as tables and as a JSON document for each; the others are told which with --device."""
     with daemon_of(place, 0) as first, daemon_of(place, 1) as second:
@@ -137,6 +143,7 @@ def test_one_command_for_all_devices_and_one_for_each(place: Path) -> None:
             status, out, err = command(place, "status")
             assert (status, err) == (0, "")
             assert re.findall(r"^device +(\S+)$", out, re.MULTILINE) == ["host", "host-1"]
+            assert states(out) == {"host": "lends", "host-1": "lends"}, "they come first"
             status, out, _ = command(place, "status", "--json")
             assert [json.loads(line)["pid"] for line in out.splitlines()] == [first.process.pid, second.process.pid]
             for device, there in (("0", False), ("host", False), ("1", True), ("host-1", True)):
@@ -152,8 +159,10 @@ def test_one_command_for_all_devices_and_one_for_each(place: Path) -> None:
             assert "only of host (0), host-1 (1)" in err
             assert command(place, "drain", "--device", "1", "--timeout", "0")[0] == 0
             assert (first.device().draining, second.device().draining) == (False, True)
+            assert states(command(place, "status")[1]) == {"host": "lends", "host-1": "drained"}
             kept.close()
         with hold_still(first):
+            assert states(command(place, "status")[1]) == {"host": "does not answer", "host-1": "drained"}
             status, out, err = command(place, "status", "--json")
             assert status == 1
             assert [json.loads(line)["uuid"] for line in out.splitlines()] == ["host-1"], "the other is shown"

@@ -13,12 +13,15 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from .. import __version__
 from ..admin import Admin
 from ..errors import MembrokerError
 from ..ext import build, names
 from ..ext import endpoint as endpoints
+from ..types import DeviceStatus, SessionStatus
 from ..vmm.driver import DriverError
 from . import commands, explain, launch, operate, replay, segments, sleeping, tables, tenant, top
 from .books import open_books
@@ -42,6 +45,8 @@ free memory than the books say.
 running daemon logs them (`limits descriptors=… max_sessions=…`)."""
 
 _STATUS = """
+With several brokers, a table with a row for each comes first. Then, for each:
+
 The first part is from the books, with a column for each location (`device` is the GPU's memory):
 
 `lent`, `releasing` and `free` add up to `capacity`. `lent` is what workers and segments have. `releasing` is memory of
@@ -52,6 +57,8 @@ is neither free nor recallable, so that the guarantees cannot be kept now. `wait
 
 The second part is what the device itself reports: `in use` counts all processes. `unaccounted` is the part of it that
 is not in the books: CUDA contexts that are not declared, and processes that do not use the broker.
+
+In Kubernetes a third part has the pods, if the broker can see them, with what their sessions are charged.
 
 A line `lending` says why the broker lends nothing more: it is drained, or its journal cannot be written.
 
@@ -164,29 +171,46 @@ def _print_no_more() -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    """Show the chosen device, else every device that has a living broker."""
+    """Show the chosen device, else every device that has a living broker, and before them a row for each."""
     chosen = options.endpoint or os.environ.get(names.ENDPOINT_VARIABLE)
     devices = [] if chosen else list(map(str, endpoints.living_devices()))
     if len(devices) < 2:
-        return _show_status(options.endpoint, options)
-    failed = False
-    for number, device in enumerate(devices):
-        if number and not options.json:
-            print()
+        return _show_status(_ask_status(options.endpoint, options), options)
+    answers: dict[str, _Status | None] = {}
+    for device in devices:
         try:
-            _show_status(device, options)
+            answers[device] = _ask_status(device, options)
         except MembrokerError as error:  # go on: the other devices are shown all the same
             print(f"membroker: {tables.printable(str(error))}", file=sys.stderr)
-            failed = True
-    return int(failed)
+            answers[device] = None
+    if not options.json:
+        rows = {Path(device).name: answer and answer.device for device, answer in answers.items()}
+        tables.answer(False, None, tables.devices_table(rows))
+    for answer in filter(None, answers.values()):
+        if not options.json:
+            print()
+        _show_status(answer, options)
+    return int(None in answers.values())
 
 
-def _show_status(endpoint: str | None, options: argparse.Namespace) -> int:
+class _Status(NamedTuple):
+    """The books of a device, where it was entered, and its sessions."""
+
+    device: DeviceStatus
+    entered: str
+    sessions: list[SessionStatus]
+
+
+def _ask_status(endpoint: str | None, options: argparse.Namespace) -> _Status:
     with open_books(endpoint, options.admin) as books:
-        device = books.device()
-        entered = str(books.endpoint)
-    shown = (tables.device_table(device, entered), tables.locations_table(device.locations.values()))
-    return tables.answer(options.json, device, *shown)
+        return _Status(books.device(), str(books.endpoint), [] if options.json else books.sessions())
+
+
+def _show_status(status: _Status, options: argparse.Namespace) -> int:
+    shown = [tables.device_table(status.device, status.entered)]
+    shown.append(tables.locations_table(status.device.locations.values()))
+    pods = tables.pods_table(status.sessions)
+    return tables.answer(options.json, status.device, *shown, *([pods] if pods.rows else []))
 
 
 def _models(options: argparse.Namespace) -> int:

@@ -235,6 +235,31 @@ def metadata_table(metadata: Mapping[str, str]) -> TextTable:
     return TextTable(("metadata", ""), sorted(metadata.items()))
 
 
+def devices_table(devices: Mapping[str, DeviceStatus | None]) -> TextTable:
+    """Return a row for each device of a machine, by its name. None: its broker does not answer."""
+    columns: Columns = {
+        "device": lambda name, _: name,
+        ">lent": lambda _, device: format_size(device.locations["device"].lent_bytes) if device else NONE,
+        ">capacity": lambda _, device: format_size(device.locations["device"].capacity_bytes) if device else NONE,
+        ">waiting": lambda _, device: _nonzero(device.locations["device"].waiting_bytes) if device else NONE,
+        ">sessions": lambda _, device: str(device.sessions) if device else NONE,
+        "version": lambda _, device: device.version if device else NONE,
+        "state": lambda _, device: _state(device) if device else "does not answer",
+    }
+    return _table(devices.items(), columns)
+
+
+def _state(device: DeviceStatus) -> str:
+    """Return in a few words whether a broker lends."""
+    wrong = {
+        "the GPU does not answer": device.device_lost,
+        "its journal is full": device.journal_full,
+        "drained": device.draining,
+        "no GPU was found": device.driver_fallback,
+    }
+    return next((words for words, is_so in wrong.items() if is_so), "lends")
+
+
 def device_table(device: DeviceStatus, endpoint: str) -> TextTable:
     """Return the properties of the device, one in each row. `endpoint` is where it is entered."""
     driver = device.driver + f", as no usable GPU was found{_SEE}" * device.driver_fallback
