@@ -107,6 +107,11 @@ class Terminal:
             assert self._screen.is_whole, f"a command that this screen does not know: {self.output!r}"
             return [line.rstrip() for line in self._screen.display]
 
+    def colour(self, number: int) -> str:
+        """Return the colour of a line's first character."""
+        with self._lock:
+            return str(self._screen.buffer[number][0].fg)
+
     def text(self) -> str:
         return "\n".join(self.lines())
 

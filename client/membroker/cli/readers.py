@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,8 @@ from ..vmm.driver import DriverError
 from .books import open_books
 from .tables import is_asleep
 
+REFUSED_SECONDS = 60
+"""For so long after a refusal a model is one that is refused."""
 LATE_SECONDS = 2
 """A broker that has not answered for so long since it was asked again is silent. A shorter delay is not shown."""
 
@@ -44,6 +46,7 @@ class Row(NamedTuple):
     rate: float
     refused: int
     is_asleep: bool = False
+    is_refused: bool = False
 
 
 @dataclass(slots=True)
@@ -61,6 +64,8 @@ class Snapshot:
     tenants: Mapping[str, TenantStatus] = field(default_factory=dict)
     models: Sequence[ModelStatus] = ()
     rates: Mapping[str, float] = field(default_factory=dict)
+    refused: Set[str] = frozenset()
+    """The models that were refused in the last minute, as far as that was seen."""
     trouble: str = ""
 
     def at(self, now: float) -> Snapshot:
@@ -115,12 +120,19 @@ class Readers:
 
     def _read_until_it_fails(self, place: str) -> None:
         before: dict[str, int] = {}
+        refusals: dict[str, tuple[int, float]] = {}
+        """Of each model: how many there were, and when there was a new one."""
         at = 0.0
         with open_books(place, self._admin or _is_operator(place)) as books:
             while True:
                 device, models, now = books.device(), books.models(), time.monotonic()
                 moved = {model.name: model.allocations_total + model.releases_total for model in models}
                 rates = {name: max(0, count - before.get(name, count)) / (now - at) for name, count in moved.items()}
+                for model in models:
+                    count = sum(model.denials_total.values())
+                    known, since = refusals.get(model.name, (count, now - REFUSED_SECONDS))
+                    refusals[model.name] = (count, now if count > known else since)
+                refusals = {model.name: refusals[model.name] for model in models}
                 tenants = books.tenants() if isinstance(books, Admin) else []
                 by_name = {arguments.parts_of(tenant.name)[0]: tenant for tenant in tenants}
                 due = time.monotonic() + self._interval
@@ -132,6 +144,7 @@ class Readers:
                     tenants=by_name,
                     models=models,
                     rates=rates,
+                    refused={name for name, (_, since) in refusals.items() if now - since < REFUSED_SECONDS},
                 )
                 before, at = moved, now
                 self._read_once.release()
@@ -184,6 +197,7 @@ def _tenants_of(snapshot: Snapshot, models: Sequence[Row]) -> Iterator[Row]:
             late=sum(row.late for row in rows),
             rate=sum(row.rate for row in rows),
             refused=sum(row.refused for row in rows),
+            is_refused=any(row.is_refused for row in rows),
         )
 
 
@@ -207,4 +221,5 @@ def _models_of(snapshot: Snapshot) -> Iterator[Row]:
                 rate=snapshot.rates.get(model.name, 0.0) if books.location == "device" else 0.0,
                 refused=sum(model.denials_total.values()) if books.location == "device" else 0,
                 is_asleep=books.location == "device" and is_asleep(model),
+                is_refused=books.location == "device" and model.name in snapshot.refused,
             )

@@ -71,8 +71,8 @@ class Screen:
         self._filter = ""
         self._typing: str | None = None
         self._top = 0
-        self._late = curses.A_BOLD
-        """How a row is shown whose programs do not release what was recalled."""
+        self._late, self._refused = curses.A_BOLD, curses.A_NORMAL
+        """A row that keeps what was recalled, or a broker that is gone; and a row that was just refused."""
 
     def loop(self) -> None:
         """Draw and take keys until one ends it."""
@@ -80,8 +80,9 @@ class Screen:
             curses.curs_set(0)
         with suppress(curses.error):
             curses.use_default_colors()
-            curses.init_pair(1, curses.COLOR_RED, -1)
-            self._late = curses.color_pair(1)
+            for pair, colour in ((1, curses.COLOR_RED), (2, curses.COLOR_YELLOW)):
+                curses.init_pair(pair, colour, -1)
+            self._late, self._refused = curses.color_pair(1), curses.color_pair(2)
         self._screen.timeout(_POLL_MS)
         drawn: list[Snapshot] = []
         pressed = True
@@ -145,7 +146,10 @@ class Screen:
         rows = self._rows(snapshots)
         self._top = max(0, min(self._top, len(rows) - max(1, height - head)))
         lines += [
-            (self._line(row, width, len(snapshots) > 1), self._late if row.late else curses.A_NORMAL)
+            (
+                self._line(row, width, len(snapshots) > 1),
+                self._late if row.late else self._refused if row.is_refused else curses.A_NORMAL,
+            )
             for row in rows[self._top :][:height]
         ]
         if not rows:
@@ -167,7 +171,7 @@ class Screen:
     def _lines(self, snapshots: Sequence[Snapshot], width: int) -> Iterator[tuple[str, int]]:
         """Yield the lines above the rows: the devices, the keys, the heads of the columns."""
         for snapshot in snapshots:
-            yield from _device_lines(snapshot, width)
+            yield from _device_lines(snapshot, width, self._late)
         if self._typing is not None:
             yield f"names that contain: {self._typing}_", curses.A_BOLD
         elif self._help:
@@ -195,11 +199,11 @@ class Screen:
         return f"{name:<{room}}{numbers}" + (f"  {row.device}" if with_device else "")
 
 
-def _device_lines(snapshot: Snapshot, width: int) -> Iterator[tuple[str, int]]:
+def _device_lines(snapshot: Snapshot, width: int, bad: int) -> Iterator[tuple[str, int]]:
     if snapshot.device is None:
         trouble = f"{snapshot.name}: {snapshot.trouble or 'waiting for its broker'}"
         for line in textwrap.wrap(trouble, max(20, width - 1), subsequent_indent="  "):
-            yield line, curses.A_BOLD
+            yield line, bad
         return
     for books in snapshot.device.locations.values():
         if not books.capacity_bytes:

@@ -15,11 +15,11 @@ from .readers import Readers
 
 _NOTES = """
 Each line is a model or, after you press t, a tenant. `share` is what a model gets, by weight, while requests wait.
-`recalled` is what its programs are asked to release, and `late` what they did not release in time or keep whole. `rate`
-is how many extents were borrowed and released per second. `refused` is how many requests were refused since the model
-or the daemon began. A narrow terminal has no room for the columns on the right: 125 characters show all. If a broker
-does not answer, its last numbers stay for a while, with their time; then the reason replaces them until the broker
-answers again.
+`recalled` is what its programs are asked to release, and `late` what they did not release in time or keep whole.
+`rate` is how many extents were borrowed and released per second. `refused` is how many requests were refused since
+the model or the daemon began. A line is red while something of it is late, and yellow for a minute after a refusal. A
+narrow terminal has no room for the columns on the right: 125 characters show all. If a broker does not answer, its
+last numbers stay for a while, with their time; then the reason replaces them until the broker answers again.
 
 keys:
   u g s w r d n    sort by used, guarantee, share, waiting, rate, refused, name

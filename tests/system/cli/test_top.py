@@ -22,7 +22,6 @@ from tests.support.terminal import Terminal
 
 import membroker
 from membroker.admin import Admin
-from membroker.cli import screen
 from membroker.cli.readers import Snapshot
 
 COMMAND = ("-m", "membroker.cli.main", "top", "--interval", "0.1")
@@ -56,6 +55,11 @@ def row(terminal: Terminal, name: str) -> list[str]:
     return next((line.split() for line in terminal.lines() if line.startswith(name + " ")), [])
 
 
+def colour(terminal: Terminal, name: str) -> str | None:
+    lines = terminal.lines()
+    return next((terminal.colour(number) for number, line in enumerate(lines) if line.startswith(name + " ")), None)
+
+
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
     with running(CONFIG) as one:
@@ -77,6 +81,8 @@ def test_an_operator_sees_all_tenants_live_and_sorts_and_filters(
         with suppress(membroker.OutOfMemory):
             chat.allocate("1GiB")
         until(lambda: row(terminal, "red/chat")[-1:] == ["1"])
+        until(lambda: colour(terminal, "red/chat") == "brown")  # pyte's name of yellow
+        assert colour(terminal, "blue/night") == "default"
         terminal.press("d")
         until(lambda: names(terminal)[:1] == ["red/chat"])
         terminal.press("n")
@@ -102,19 +108,6 @@ def test_an_operator_sees_all_tenants_live_and_sorts_and_filters(
         assert terminal.attributes() == terminal.before, "the terminal is as it was"
         with top("--endpoint", str(daemon.endpoint("blue"))) as tenants:
             until(lambda: names(tenants) == ["blue/night"])
-
-
-@pytest.mark.parametrize("room", [8, 9, 20, 33])
-def test_a_long_name_keeps_its_ends(room: int) -> None:
-    """`Qwen2.5-Coder-7B-Instruct` and `…-14B-Instruct` looked the same when the end was cut off."""
-    name = "chat/Qwen/Qwen2.5-Coder-7B-Instruct-GPTQ-Int4"
-    shown = screen.cut(name, room)
-    first, last = shown.split("…")
-    assert len(shown) == room
-    assert name.startswith(first)
-    assert name.endswith(last)
-    assert abs(len(first) - len(last)) <= 1
-    assert screen.cut(name, len(name)) == name
 
 
 def test_a_narrow_terminal_cuts_neither_the_keys_nor_the_device(daemon: Daemon, red: membroker.Client) -> None:
@@ -145,6 +138,23 @@ def test_a_wait_shows_its_bytes_and_the_shares(daemon: Daemon, red: membroker.Cl
         until(lambda: "waiting 512.0 MiB" in terminal.lines()[0])  # the device may have been read before its models
         blue.close()
         waiter.join()
+
+
+def test_who_keeps_what_was_recalled_is_red() -> None:
+    with (
+        running({**CONFIG, "recall_seconds": 0.2}) as daemon,
+        membroker.connect(daemon.endpoint("red")) as red,
+        membroker.connect(daemon.endpoint("blue")) as blue,
+    ):
+        night = blue.model("night")
+        night.on_recall(lambda _: None)
+        with night.allocate("640MiB"), top("--endpoint", str(daemon.root)) as terminal:
+            until(lambda: colour(terminal, "blue/night") == "default")
+            waiter = threading.Thread(target=_wait_in_vain, args=(red.model("chat"),))
+            waiter.start()
+            until(lambda: colour(terminal, "blue/night") == "red")
+            red.close()
+            waiter.join()
 
 
 def _wait_in_vain(model: membroker.Model) -> None:
@@ -211,6 +221,7 @@ def test_a_daemon_that_stops_dies_and_comes_back(daemon: Daemon, red: membroker.
         daemon.kill()
         until(lambda: "is dead and left its socket behind; start one with" in " ".join(terminal.text().split()))
         until(lambda: names(terminal) == ["no"])  # the rest of that screen: no numbers of a broker that is gone
+        assert colour(terminal, "host:") == "red"
         daemon.start_again()
         until(lambda: row(terminal, "red/chat")[1:2] == ["64.0MiB"])
         terminal.press("q")
