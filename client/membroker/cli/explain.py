@@ -127,7 +127,8 @@ def _story(
             counted = "; `membroker models` counts all" if newest.kind == "refused" else ""
             yield f"    and {len(older)} more like it since {_at(older[-1])}, among the last decisions{counted}"
         if newest.kind == "refused":
-            advice = [_advice(newest, capacities)]
+            late = _late(models, newest.location) if newest.result == "CAPACITY" and newest.after_ms else ()
+            advice = [*late, _advice(newest, capacities)]
         elif newest.kind == "waiting":
             advice = [*_late(models, newest.location), _WAITS]
         else:
@@ -197,8 +198,8 @@ def _cause(decision: Decision) -> str:
         return "The model, or its tenant, had more than its limit, because a limit was lowered."
     wanted_by = "a model of another tenant" if "/-/" in decision.wanted_by else tables.short_name(decision.wanted_by)
     return (
-        f"A request of {wanted_by} found no room. It is within its guarantee or share, and this model had more than its "
-        "share."
+        f"A request of {wanted_by} found no room. It is within its guarantee or share, and this model had more than "
+        "its share."
     )
 
 

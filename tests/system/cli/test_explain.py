@@ -134,13 +134,17 @@ def test_a_wait_for_a_program_that_is_late_names_it_to_the_operator() -> None:
         waiter = threading.Thread(target=lambda: chat.allocate("64MiB", timeout=600).close())
         with Session(daemon.endpoint("blue")) as blue:
             blue.borrow(blue.register("batch", answers_recalls=True), 64 * MIB, 4)
-            waiter.start()
+            late = "blue/batch was asked to release 64.0 MiB and has not."
+            with pytest.raises(membroker.OutOfMemory):
+                chat.allocate("64MiB", timeout=0.1)
             until(lambda: any(model.books[0].late_bytes for model in daemon.models()))
+            assert late in explain(daemon.admin, "red/chat"), "also after a wait in vain"
+            waiter.start()
+            until(lambda: daemon.books().waiting_bytes)
             told = explain(daemon.endpoint("red"), "chat")
             assert "`membroker models --admin` shows which models have the memory" in told
             assert "`membroker explain TENANT/MODEL --admin` names the session" in told
             assert "batch" not in told
-            late = "blue/batch was asked to release 64.0 MiB and has not."
             assert late in explain(daemon.admin, "red/chat")
             assert f"`membroker evict {blue.welcome.session}`" in explain(daemon.admin, "blue/batch")
         waiter.join()
