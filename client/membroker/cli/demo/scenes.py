@@ -30,7 +30,7 @@ WEIGHTS = 64 * MIB
 GUARANTEE = 64 * MIB
 GUEST = 96 * MIB
 """What a guest takes: with what blue has then, the rest is less than red asks for."""
-BURST_SECONDS = 1.0
+BURST_SECONDS = 5.0
 """The longest that a burst of requests may take to get the memory that it is guaranteed."""
 COMPUTED_PAGES = 8
 STEPS = 60
