@@ -135,12 +135,12 @@ format: $(STAMP)  ## write the format that `check` wants
 	  "grpcio-tools==1.71.2" "mypy-protobuf==3.6.0" "googleapis-common-protos>=1.66"
 	@touch $@
 
-PROTOS := $(wildcard proto/membroker/v1/*.proto)
+PROTOS := $(wildcard proto/membroker/v1/*.proto proto/membroker/dra/v1/*.proto)
 define GENERATE
 	. .venv-proto/bin/activate && python -m grpc_tools.protoc -I proto \
 	  -I "$$(python -c 'import google.rpc, pathlib; print(pathlib.Path(list(google.rpc.__path__)[0]).parents[1])')" \
 	  --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
-	find $(1)/membroker/v1 -name '*_pb2_grpc.py*' | xargs grep -L 'class .*Stub' | xargs -r rm
+	find $(1)/membroker -name '*_pb2_grpc.py*' | xargs grep -L 'class .*Stub' | xargs -r rm
 endef
 
 proto: .venv-proto/.installed  ## generate the stubs from proto/
@@ -149,7 +149,7 @@ proto: .venv-proto/.installed  ## generate the stubs from proto/
 proto-check: .venv-proto/.installed  ## fail when the committed stubs are stale
 	@rm -rf .venv-proto/out && mkdir -p .venv-proto/out
 	$(call GENERATE,.venv-proto/out)
-	diff -r -x '__pycache__' -x '__init__.py' .venv-proto/out/membroker/v1 client/membroker/v1
+	for stubs in v1 dra/v1; do diff -r -x '__pycache__' -x '__init__.py' .venv-proto/out/membroker/$$stubs client/membroker/$$stubs || exit 1; done
 
 release: $(STAMP)  ## wheel, sdist and container image in dist/, each tried with the demo: make release BASE=IMAGE REHEARSAL=1
 	$(BIN)/python -m tools.release $(if $(BASE),--base '$(BASE)') $(if $(REHEARSAL),--rehearsal) -- $(BUILD_OPTIONS)

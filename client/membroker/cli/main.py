@@ -23,7 +23,7 @@ from ..ext import build, names
 from ..ext import endpoint as endpoints
 from ..types import DeviceStatus, SessionStatus
 from ..vmm.driver import DriverError
-from . import commands, explain, launch, operate, replay, segments, sleeping, tables, tenant, top
+from . import commands, dra, explain, launch, operate, replay, segments, sleeping, tables, tenant, top
 from .books import open_books
 from .commands import Command, Commands, Parser, add, add_bare, listing
 from .doctor import missing_packages, run_doctor
@@ -268,6 +268,7 @@ def _parser() -> Parser:
     explain.add_command(subparsers)
     _add_quota(subparsers)
     tenant.add_command(subparsers)
+    dra.add_command(subparsers)
     sleeping.add_commands(subparsers)
     _add_ends(subparsers)
     replay.add_command(subparsers)

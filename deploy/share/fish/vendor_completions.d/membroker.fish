@@ -50,8 +50,8 @@ function _shtab_membroker_using
   test "$_shtab_membroker_cmdpath" = "$argv"
 end
 
-set -g _shtab_membroker_commands demo doctor run status models sessions tenants processes segments 'segments load' 'segments show' 'segments delete' top explain quota 'quota list' 'quota set' tenant 'tenant list' 'tenant create' 'tenant set' 'tenant delete' sleep wake forget evict drain undrain replay
-set -g _shtab_membroker_opts_with_value --capacity --deadline --device --door --endpoint --engine --group --guarantee --host-guarantee --host-limit --host-weight --idle-sleep --interval --lend-unused --limit --location --memory --mode --model --on-excess --owner --sleep-after --timeout --uids --virtual-capacity --watch --weight
+set -g _shtab_membroker_commands demo doctor run status models sessions tenants processes segments 'segments load' 'segments show' 'segments delete' top explain quota 'quota list' 'quota set' tenant 'tenant list' 'tenant create' 'tenant set' 'tenant delete' dra sleep wake forget evict drain undrain replay
+set -g _shtab_membroker_opts_with_value --account-directory --capacity --cdi-directory --deadline --device --door --endpoint --engine --group --guarantee --host-guarantee --host-limit --host-weight --idle-sleep --interval --kubelet-directory --lend-unused --limit --location --memory --mode --model --node --on-excess --owner --runtime-directory --sleep-after --timeout --uids --virtual-capacity --watch --weight
 
 complete -c membroker -e
 complete -c membroker -f
@@ -211,6 +211,13 @@ complete -c membroker -n '_shtab_membroker_using tenant delete' -l endpoint -x -
 complete -c membroker -n '_shtab_membroker_using tenant delete' -l device -x -d 'this device'"'"'s broker; `nvidia-smi -L` lists devices'
 complete -c membroker -n '_shtab_membroker_using tenant delete' -l json -d 'JSON, sizes in bytes'
 complete -c membroker -n '_shtab_membroker_using tenant delete' -l timeout -x -d 'how long this command waits; 0: not at all'
+complete -c membroker -n '_shtab_membroker_using; and test $_shtab_membroker_npos -eq 0' -a dra -d 'Make a tenant for each ResourceClaim of this Kubernetes node.'
+complete -c membroker -n '_shtab_membroker_using dra' -s h -l help -d 'show this help message and exit'
+complete -c membroker -n '_shtab_membroker_using dra' -l node -x -d 'default: $NODE_NAME'
+complete -c membroker -n '_shtab_membroker_using dra' -l runtime-directory -x -d 'the daemons'"'"' directory, with the same path as on the node (/run/membroker)'
+complete -c membroker -n '_shtab_membroker_using dra' -l kubelet-directory -x -d 'the kubelet'"'"'s directory (/var/lib/kubelet)'
+complete -c membroker -n '_shtab_membroker_using dra' -l cdi-directory -x -d 'where the container runtime looks for CDI files (/var/run/cdi)'
+complete -c membroker -n '_shtab_membroker_using dra' -l account-directory -x -d 'the token and the CA of the service account (/var/run/secrets/kubernetes.io/serviceaccount)'
 complete -c membroker -n '_shtab_membroker_using; and test $_shtab_membroker_npos -eq 0' -a sleep -d 'Let an idle model release its memory until it is used.'
 complete -c membroker -n '_shtab_membroker_using sleep' -s h -l help -d 'show this help message and exit'
 complete -c membroker -n '_shtab_membroker_using sleep' -l endpoint -x -d 'the directory of an endpoint or a device'
