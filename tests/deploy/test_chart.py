@@ -17,18 +17,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.client.dra.claims import NODE, UID, claim
 from tests.deploy.test_deploy import load_yaml
 from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.workers import as_user, worker
 from tools import manifests
 
 import membroker
+from membroker.cli import main
+from membroker.dra import claims, plugin
+from membroker.ext import names
 from membrokerd import cli
 from membrokerd.config.config import load
 
 helm = pytest.importorskip("helm_python", reason="Helm is not installed (pip install helm-python-sdk)")
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "kubernetes" / "tenant.yaml"
+CLAIM = EXAMPLE.with_name("claim.yaml")
 SWITCHES = ("podMonitor", "prometheusRule", "dashboard", "networkPolicy", "openshift", "admissionPolicy")
 OPTIONS: Mapping[str, Any] = {name: {"enabled": True} for name in SWITCHES}
 NOT_OF_KUBERNETES = {"PodMonitor", "PrometheusRule", "SecurityContextConstraints"}
@@ -226,6 +231,66 @@ def test_our_own_parsers_accept_what_is_rendered(tmp_path: Path) -> None:
     assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "10%"}}
 
 
+def test_the_agent_has_its_own_token_and_the_nodes_own_paths() -> None:
+    """The daemons' container gets neither a token nor the kubelet's directories; by default there is no agent."""
+    assert not {"ClusterRole", "ClusterRoleBinding", "DeviceClass"} & {each["kind"] for each in documents({})}
+    values = {"dra": {"enabled": True}, "runtimeDirectory": "/run/mb", "openshift": {"enabled": True}}
+    pod = one(values, "DaemonSet", "membrokerd")["spec"]["template"]["spec"]
+    daemons, agent = pod["containers"]
+    assert {mount["name"] for mount in daemons["volumeMounts"]} == {"config", "runtime", "state", "keeper"}
+    assert not pod["automountServiceAccountToken"]
+    paths = {volume["name"]: volume.get("hostPath", {}).get("path") for volume in pod["volumes"]}
+    mounts = {mount["name"]: mount["mountPath"] for mount in agent["volumeMounts"]}
+    assert {name: path for name, path in mounts.items() if name != "token"} == {
+        name: paths[name] for name in mounts if name != "token"
+    }
+    given = main._parser().parse_args(agent["command"][1:])
+    assert mounts["runtime"] == str(given.runtime_directory) == "/run/mb"
+    assert mounts["kubelet-plugin"] == str(plugin.data_directory(given.kubelet_directory))
+    assert mounts["kubelet-registry"] == f"{given.kubelet_directory}/plugins_registry"
+    assert (mounts["cdi"], mounts["token"]) == (str(given.cdi_directory), str(given.account_directory))
+    assert [variable["name"] for variable in agent["env"]] == [names.NODE_VARIABLE]
+    assert agent["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert "projected" in one(values, "SecurityContextConstraints")["volumes"]
+    subject, role = one(values, "ClusterRoleBinding")["subjects"][0], one(values, "ClusterRole")
+    assert (subject["name"], subject["namespace"]) == (pod["serviceAccountName"], "membroker")
+    assert {rule["resources"][0]: rule["verbs"] for rule in role["rules"]} == {
+        "resourceclaims": ["get"],
+        "resourceslices": ["get", "create", "update"],
+        "nodes": ["get"],
+    }
+
+
+def test_the_class_has_parameters_that_the_agent_takes() -> None:
+    given = {"maxGuarantee": "8Gi", "maxLimit": "16Gi", "weight": 2, "group": 10001}
+    spec = one({"dra": {"enabled": True, "deviceClass": {"parameters": given}}}, "DeviceClass")["spec"]
+    configs = [{"source": "FromClass", **each} for each in spec["config"]]
+    wanted = claims.read(claim(configs=configs), UID, NODE)
+    assert wanted.tenants["host"] == {"weight": 2, "group": 10001, "mode": 0o666, "limit_bytes": 16 << 30}
+    assert f'"{claims.DRIVER}"' in spec["selectors"][0]["cel"]["expression"]
+
+
+def test_the_example_claim_is_one_that_the_agent_takes() -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    template, pod = load_yaml(CLAIM.read_text())
+    for document in (template, pod):
+        validate.validate(document, "1.36", strict=True)
+    devices = template["spec"]["spec"]["devices"]
+    given = claim(configs=[{"source": "FromClaim", **each} for each in devices["config"]])
+    given["spec"]["devices"] = devices
+    assert claims.read(given, UID, NODE).tenants == {"host": {"guarantee_bytes": 4 << 30, "limit_bytes": 16 << 30}}
+    (named,) = pod["spec"]["resourceClaims"]
+    assert named["resourceClaimTemplateName"] == template["metadata"]["name"]
+    assert "volumes" not in pod["spec"]
+
+
+def test_a_network_policy_leaves_the_agent_its_way_to_the_api_server() -> None:
+    """The daemons and keepers connect to nothing."""
+    for enabled, egress in ((False, []), (True, [{}])):
+        policy = one({**OPTIONS, "dra": {"enabled": enabled}}, "NetworkPolicy")
+        assert policy["spec"]["egress"] == egress
+
+
 def test_no_pod_needs_a_privilege_of_the_host() -> None:
     for name in ("membrokerd", "membroker-keeper"):
         pod = one({}, "DaemonSet", name)["spec"]["template"]["spec"]
@@ -253,6 +318,10 @@ WRONG: tuple[Mapping[str, Any], ...] = (
     *({"maxUnavailable": "ten"}, {"maxUnavailable": 0}, {"maxUnavailable": "0%"}),
     {"podNames": True},  # without hostPID no process's pod is seen
     {"tenants": {"red": {"weight": 0.5}}},  # as 0 it would wait for all others
+    *(
+        {"dra": {"deviceClass": {"parameters": {key: value}}}}
+        for key, value in (("maxLimt", "1Gi"), ("limit", "1 gig"))
+    ),
 )
 
 
