@@ -79,11 +79,35 @@ seccompProfile:
     fieldRef:
       fieldPath: spec.nodeName
 - name: NVIDIA_VISIBLE_DEVICES
-  value: all
+  value: {{ get (dict "variable" "all" "mount" "/var/run/nvidia-container-devices" "cdi" "void") .Values.gpuDevices }}
 - name: NVIDIA_DRIVER_CAPABILITIES
   value: compute,utility
 {{- with .Values.extraEnv }}
 {{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- /* The other ways to ask for the GPUs: a volume mount, whose name is all that matters, and an annotation. */ -}}
+{{- define "membroker.gpuMount" -}}
+{{ if eq .Values.gpuDevices "mount" -}}
+- name: gpus
+  mountPath: /var/run/nvidia-container-devices/all
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{- define "membroker.gpuVolume" -}}
+{{ if eq .Values.gpuDevices "mount" -}}
+- name: gpus
+  hostPath:
+    path: /dev/null
+    type: CharDevice
+{{- end }}
+{{- end }}
+
+{{- define "membroker.gpuAnnotation" -}}
+{{ if eq .Values.gpuDevices "cdi" -}}
+cdi.k8s.io/membroker: nvidia.com/gpu=all
 {{- end }}
 {{- end }}
 
