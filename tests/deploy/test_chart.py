@@ -83,14 +83,14 @@ def test_kubernetes_accepts_what_is_rendered() -> None:
     found = load_yaml(EXAMPLE.read_text())
     for gpus, more in (
         *((1, {}), (2, OPTIONS), (8, OPTIONS), (2, EVERYTHING), (8, EVERYTHING)),
-        *((8, {"keeper": {"enabled": False}}), (1, {"tenants": TENANTS})),
+        *((8, {"keeper": {"enabled": False}}), (1, {"tenants": TENANTS, "gpuDevices": "cdi"})),
     ):
         values = {"gpus": gpus, **more}
         report = helm.lint(manifests.CHART, dict(values), strict=True)
         assert not report["errors"], report
         found += [document for document in documents(values) if document["kind"] not in NOT_OF_KUBERNETES]
     for document in found:
-        for version in ("1.30", "1.33", "1.36"):
+        for version in ("1.36",) if document["kind"] == "DeviceClass" else ("1.30", "1.33", "1.36"):
             validate.validate(document, version, strict=True)
 
 
@@ -121,6 +121,28 @@ def test_a_node_whose_keepers_are_fewer_gets_its_daemons_all_the_same(tmp_path: 
     assert "delete its pod of membroker-keeper" in done.stdout
 
 
+@pytest.mark.parametrize("way", ["variable", "mount", "cdi"])
+def test_each_pod_that_opens_a_gpu_asks_for_it_in_one_way(way: str) -> None:
+    """NVIDIA's runtime may take no variable from an unprivileged pod. The keepers never open a GPU."""
+    found = documents({"gpuDevices": way})
+    pods = [each for each in found if each["kind"] == "Pod"]
+    pods += [each["spec"]["template"] for each in found if each["kind"] in ("DaemonSet", "Job")]
+    told = []
+    for pod in pods:
+        (container, *_) = pod["spec"]["containers"]
+        variables = {one["name"]: one.get("value") for one in container.get("env", ())}
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        mounted = volumes.get(mounts.get("/var/run/nvidia-container-devices/all", ""))
+        asks = {
+            "variable": variables.get("NVIDIA_VISIBLE_DEVICES") == "all",
+            "mount": bool(mounted) and mounted["hostPath"]["path"] == "/dev/null",
+            "cdi": pod["metadata"].get("annotations", {}).get("cdi.k8s.io/membroker") == "nvidia.com/gpu=all",
+        }
+        told.append([name for name, does in asks.items() if does])
+    assert sorted(told) == [[], [way], [way], [way]]
+
+
 def test_two_pools_in_a_namespace_share_nothing() -> None:
     """No name, and no selector that takes the other's pods."""
 
@@ -145,7 +167,7 @@ def test_two_pools_in_a_namespace_share_nothing() -> None:
 
 def test_each_option_is_where_kubernetes_looks_for_it() -> None:
     pod = one(EVERYTHING, "DaemonSet", "pool-b")["spec"]["template"]
-    spec, (container,) = pod["spec"], pod["spec"]["containers"]
+    spec, (container, _) = pod["spec"], pod["spec"]["containers"]
     assert container["image"] == f"registry.example/membroker@sha256:{'0' * 64}"
     assert (spec["serviceAccountName"], spec["hostPID"]) == ("gpu", True)
     assert spec["securityContext"] == {"seLinuxOptions": {"type": "spc_t"}}
