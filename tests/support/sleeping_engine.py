@@ -14,7 +14,7 @@ from examples.kv_engine import Engine, Model, elastic_engine, kv_tensor, serve
 import membroker
 from membroker.adapters.torch import device_of
 from membroker.kv import Sleeper
-from membroker.kv.weights import move_to_pool
+from membroker.adapters.torch import move_to_pool
 
 
 def _digest(tokens: list[list[int]]) -> str:

@@ -6,6 +6,7 @@ This module only lists the public names. Without PyTorch, the import raises `Imp
 from .image import TensorImage, stored_tensor
 from .memory import TorchMemory
 from .modules import attach_module, publish_module, without_weights
+from .moving import move_to_pool
 from .tensors import address_tensor, device_of, empty, tensor
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "attach_module",
     "device_of",
     "empty",
+    "move_to_pool",
     "publish_module",
     "stored_tensor",
     "tensor",

@@ -12,10 +12,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from ... import Client, VirtualMemoryPool, connect
-from ...adapters.torch import device_of
+from ...adapters.torch import device_of, move_to_pool
 from ...errors import InvalidRequest
-from ..bounds import say_wait
-from ..weights import move_to_pool
+from ..bounds import START_SECONDS, refuse, say_wait
 from .settings import BORROWED, endpoint_of, settings_in
 
 logger: logging.Logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
@@ -72,8 +71,8 @@ class VllmWeights:
             wanted = [parameter for parameter in module.parameters() if parameter.device == device]
             if not wanted:
                 raise InvalidRequest(f"this engine has no weights on {device}, whose memory the broker lends")
-            say_wait(sum(parameter.nbytes for parameter in wanted), model, logger, LEND_SECONDS)
-            self.pool = move_to_pool(wanted, model, timeout=LEND_SECONDS)
+            say_wait(sum(parameter.nbytes for parameter in wanted), model, logger)
+            self.pool = move_to_pool(wanted, model, timeout=START_SECONDS)
             undo.pop_all()
         self._client = client
         logger.info(

@@ -9,8 +9,8 @@ from tests.support.fake_lender import PAGE, Lender
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
 
+from membroker.adapters.torch import move_to_pool  # noqa: E402
 from membroker.errors import InvalidRequest, OutOfMemory  # noqa: E402
-from membroker.kv.weights import move_to_pool  # noqa: E402
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Weights on a pool's addresses, so that their memory can be released while an engine sleeps. It needs PyTorch.
+"""Tensors that exist, moved to a pool's addresses, so that their memory can be released while an engine sleeps.
 
 Owns the move of tensors that exist to memory of a pool. Their addresses stay from then on: `offload` and `restore`
 change only what is behind them.
@@ -10,13 +10,13 @@ import gc
 from collections.abc import Iterable
 from typing import Final
 
-import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import Model, VirtualMemoryPool
-from ..adapters.torch import address_tensor
-from ..errors import InvalidRequest
-from ..vmm.sizes import GIB, MIB, round_up
+from ... import Model, VirtualMemoryPool
+from ...errors import InvalidRequest
+from ...vmm.sizes import GIB, MIB, round_up
+from .package import torch
+from .tensors import address_tensor
 
 _ALIGNMENT: Final = 512
 _FREE_EVERY: Final = GIB
@@ -24,12 +24,12 @@ _FREE_EVERY: Final = GIB
 LARGE_PAGE, SMALL_PAGE = 64 * MIB, 2 * MIB
 
 
-def move_to_pool(tensors: Iterable[torch.Tensor], model: Model, *, wait: float | None = None) -> VirtualMemoryPool:
+def move_to_pool(tensors: Iterable[torch.Tensor], model: Model, *, timeout: float | None = None) -> VirtualMemoryPool:
     """Move the memory of these tensors, such as a module's parameters, to a new pool of `model`; return the pool.
 
     They stay the same objects, with the same shape, strides and contents. Tensors that share memory still share it
     afterwards. The pool is as large as all of them together. Nothing may use the tensors while the pool is offloaded,
-    and the pool must outlive them. Move weights before you capture CUDA graphs that use them. `wait` is that of
+    and the pool must outlive them. Move weights before you capture CUDA graphs that use them. `timeout` is that of
     `VirtualMemoryPool.allocate`.
 
     Raises what `VirtualMemoryPool.allocate` raises. Raises `InvalidRequest` if another object still refers to the old
@@ -43,7 +43,7 @@ def move_to_pool(tensors: Iterable[torch.Tensor], model: Model, *, wait: float |
     page = LARGE_PAGE if sum(sizes) >= GIB else SMALL_PAGE
     pool = VirtualMemoryPool(model, max(page, round_up(sum(sizes), page)), page)
     try:
-        pool.allocate(0, max(1, sum(sizes)), wait=wait)
+        pool.allocate(0, max(1, sum(sizes)), timeout=timeout)
         before, offset, moved = [], 0, 0
         for group, size in zip(groups.values(), sizes, strict=True):
             before.append(_move(group, pool, offset))
@@ -66,7 +66,7 @@ def move_to_pool(tensors: Iterable[torch.Tensor], model: Model, *, wait: float |
 def _move(group: list[torch.Tensor], pool: VirtualMemoryPool, offset: int) -> StorageWeakRef:
     """Put the tensors of one storage at `offset` of the pool; return a reference to the storage that they had."""
     old = group[0].untyped_storage()
-    place = address_tensor(pool, torch.uint8, (old.nbytes(),), offset)
+    place = address_tensor(pool, (old.nbytes(),), torch.uint8, offset)
     with torch.no_grad():
         place.copy_(torch.empty(0, dtype=torch.uint8, device=old.device).set_(old))
         for tensor in group:
