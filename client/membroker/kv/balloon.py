@@ -21,12 +21,10 @@ from .layout import MAX_BLOCKS, Layout
 
 
 class Balloon:
-    """The choice over the groups and blocks of `layout`, whose states are in `groups`. All sizes are in bytes.
+    """The choice over the groups and blocks of `layout`, whose states are in `groups`.
 
-    `floor` is never released. `ahead` is mapped beyond what the engine wants, so that growth finds it ready. `keep`
-    is the most that cached prefixes may occupy in groups that no request uses. `ceiling` is the most that has memory at
-    a time (None: the whole cache). The engine has the blocks of `always` from the beginning, such as a null block, and
-    their groups never go. The caller maps `first` before the engine begins.
+    The bounds are those of `ElasticCache`, in bytes. The groups of `always` never go: the caller maps them, which are
+    `groups.first`, before the engine begins.
 
     Raises `InvalidRequest` for an unknown block, and for a ceiling below the floor or below the groups of `always`.
     """
@@ -117,7 +115,7 @@ class Balloon:
         looks = [self._look(group, engine) for group in self.groups.groups_in(MAPPED) if group not in self.groups.first]
         drain(sorted((look for look in looks if not look.used), key=lambda look: (look.warmth, -look.group)))
         if self.groups.going_bytes < size:  # costs take the engine's time
-            costs = {look: self._cost(look.group, engine) for look in looks if look.used}
+            costs = {look: engine.cost(self.groups.blocks_out(look.group)) for look in looks if look.used}
             drain(sorted(costs, key=lambda look: (costs[look], look.used, -look.group)))
         return chosen
 
@@ -133,9 +131,6 @@ class Balloon:
             self.groups.move(group, "chosen")
             self._cached.pop(group, None)
             chosen.append(group)
-
-    def _cost(self, group: int, engine: Engine) -> float:
-        return engine.cost(self.groups.blocks_out(group))
 
     def _choose_spare(self, want: int, engine: Engine, most: int) -> list[int]:
         left, chosen = self.groups.available - want - self.ahead, list[int]()
@@ -214,11 +209,6 @@ class Balloon:
         """Stop draining: none of these groups is to go any more, unless it is chosen again."""
         for group in self.groups.groups_in(DRAINING):
             self.groups.move(group, "wanted")
-
-    def check(self) -> None:
-        """Assert what always holds. For tests: it looks at every block."""
-        self.groups.check()
-        assert self.ceiling is None or self.groups.charged_bytes <= self.ceiling
 
 
 class _Look(NamedTuple):

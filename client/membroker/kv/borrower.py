@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ..errors import ClosedError, MembrokerError, OutOfMemory, SessionLost
@@ -67,8 +67,8 @@ class GroupBorrower:
                 self._wanted.wait(LOOK_SECONDS)
                 self._wanted.clear()
                 continue
-            group, is_needed = question
-            error = self._borrow(group, self._state.wanted_bytes() if is_needed else 0, is_needed=is_needed)
+            groups, is_needed = question
+            error = self._borrow(groups, self._state.wanted_bytes() if is_needed else 0, is_needed=is_needed)
             if isinstance(error, ClosedError | SessionLost):
                 if not (self._closed or self._pages.closed):
                     logger.error("the cache can borrow no more memory: restart its engine. %s", error)
@@ -82,9 +82,9 @@ class GroupBorrower:
                 self._room.clear()
                 self._room.wait(pause)
 
-    def _borrow(self, group: int, wanted_bytes: int, *, is_needed: bool) -> BaseException | None:
-        """Borrow and map a group, the first of `wanted_bytes`; return the error if it was refused."""
-        ranges = self._layout.ranges(group)
+    def _borrow(self, groups: Sequence[int], wanted_bytes: int, *, is_needed: bool) -> BaseException | None:
+        """Borrow and map groups, the first of `wanted_bytes`; return the error if they were refused."""
+        ranges = [span for group in groups for span in self._layout.ranges(group)]
         refusal: BaseException | None = None
         try:
             if is_needed:
@@ -103,7 +103,7 @@ class GroupBorrower:
                 logger.warning("the cache cannot borrow memory at the moment: %s", error, exc_info=is_bug)
             self._logged = type(error)
             refusal = error.with_traceback(None)
-        self._state.answered(group, is_granted=refusal is None)
+        self._state.answered(groups, is_granted=refusal is None)
         if refusal is None:
             self._granted()
         return refusal

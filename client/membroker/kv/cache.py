@@ -170,6 +170,12 @@ class ElasticCache(Closing):
         """Whether others want memory back. A `turn` before the next step is scheduled then saves the time of a step."""
         return self._state.is_asked_back
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the engine has to do with the memory that it has. Then it had better admit no request that would
+        leave none to those that run."""
+        return self._state.is_short
+
     def rest(self) -> None:
         """Tell the cache that the engine is idle and calls nothing before `wake`. The cache then shrinks by itself."""
         engine = self._serving()

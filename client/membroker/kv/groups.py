@@ -65,11 +65,6 @@ class Groups:
         return self._count + len(self._ready)
 
     @property
-    def is_asking(self) -> bool:
-        """Whether any group is being borrowed."""
-        return bool(self._charged[ASKED])
-
-    @property
     def has_ready(self) -> bool:
         """Whether `take` would return any blocks."""
         return bool(self._ready)
@@ -99,20 +94,17 @@ class Groups:
         """Bytes with memory, those included that are being borrowed."""
         return self.asked_bytes + self.staying_bytes + self.going_bytes
 
-    @property
-    def is_draining(self) -> bool:
-        """Whether any group waits for requests to end."""
-        return bool(self._charged[DRAINING])
-
     def state(self, group: int) -> int:
         """Return the state of a group."""
         return self._states[group]
 
     def groups_in(self, state: int) -> list[int]:
         """Return the groups in a state, in ascending order."""
-        if not self._charged[state]:
-            return []
-        return [group for group, found in enumerate(self._states) if found == state]
+        found, group = list[int](), self._states.find(state) if self._charged[state] else -1
+        while group >= 0:  # there are thousands of groups, and each step asks for states that few of them are in
+            found.append(group)
+            group = self._states.find(state, group + 1)
+        return found
 
     def lowest_in(self, state: int) -> int | None:
         """Return the lowest group in a state, or None."""
@@ -164,8 +156,8 @@ class Groups:
 
     def draining_blocks(self, groups: Iterable[int]) -> list[int]:
         """Return the engine's blocks in draining groups: they are to be held as soon as no request uses them."""
-        members = {block for group in groups for block in self.layout.members(group)}
-        return sorted(block for block in members if self._out[block])
+        out, members = self._out, self.layout.members
+        return sorted({block for group in groups for block in members(group) if out[block]})
 
     def held(self, blocks: Iterable[int]) -> None:
         """Note that the engine has given blocks up: they are out of its free list, and no request uses them.
@@ -198,15 +190,3 @@ class Groups:
         for group in self.groups_in(RETIRING) if final else ():
             self.move(group, "others wait")
         return ended
-
-    def check(self) -> None:
-        """Assert what always holds. For tests: it looks at every block."""
-        layout = self.layout
-        for block in range(layout.blocks):
-            states = [self._states[group] for group in layout.touched(block)]
-            assert self._missing[block] == sum(state != MAPPED for state in states)
-            assert not self._out[block] or all(state in (MAPPED, DRAINING) for state in states) or block in self._always
-            assert (block in self._ready) == (not self._missing[block] and not self._out[block])
-        assert self._count == self._out.count(1)
-        for state in LIFECYCLE:
-            assert self._charged[state] == sum(self.sizes[group] for group in self.groups_in(state))

@@ -17,7 +17,7 @@ from .balloon import Balloon
 from .engine import Engine, Fence
 from .groups import DOOMED, DRAINING, RETIRING
 
-LINGER_SECONDS: Final = 0.25
+LINGER_SECONDS: Final = 0.1
 """What the engine needed in this time or the time before is kept: need goes up and down with each batch."""
 BLOCKS_PER_TURN: Final = 1024
 """How many blocks a turn looks at for what can go, and how many for what drains, unless there is a recall: 0.2 ms."""
@@ -27,6 +27,15 @@ LOOK_SECONDS: Final = 1.0
 """How often a thread without work looks whether the pool was closed."""
 ANSWER_SECONDS: Final = 0.1
 """A recall is answered so long before its deadline, whatever has been released by then."""
+PATIENCE_SECONDS: Final = 0.3
+"""A recall waits so long for requests that end by themselves, but at most half of its time. Then they are preempted,
+in the last turn before that, since one with long prompts may take as long."""
+ASK_GROUPS: Final = 4
+"""How many groups are asked for at once: a question takes 0.4 ms, whether for one page or for several."""
+ALONE_SECONDS: Final = 1.0
+"""How long one is asked for at a time after a question that was refused, or that waited."""
+SHORT_SECONDS: Final = 0.05
+"""A question that the broker has not answered after this time waits for others to release memory."""
 LOOKS_AT_REST: Final = 3
 """After so many looks that found nothing to release, an engine at rest has no more than it wants."""
 
@@ -60,7 +69,7 @@ class CacheStats:
 
     `blocks` is the number of blocks that have memory and that the engine has or gets with its next `grow`.
     `wanted_blocks` is the number that the engine wants. `charged_bytes` are borrowed, and `going_bytes` of them will be
-    released. `grants` and `refusals` count the broker's answers since the cache was made.
+    released. Since the cache was made the broker granted `grants` groups; `refusals` counts its refusals.
     """
 
     blocks: int
@@ -90,6 +99,12 @@ class CacheState:
         """The open ones, by model: each rank of an engine has a model of its own."""
         self._answers = True
         """Whether recalls are answered: until `end`."""
+        self._preempts_at = 0.0
+        """Until when recalls wait for requests that end by themselves; 0 if they do not."""
+        self._calm_at = 0.0
+        """From when on a recall is not for the need of the one before it."""
+        self._held_at = 0.0
+        """When the engine made its last turn."""
         self._tried: Collection[CacheRecall] = ()
         """The recalls for which groups were chosen last."""
         self._is_asked_anew = False
@@ -101,6 +116,12 @@ class CacheState:
         """What has memory when all that can go has gone, while suspended; -1 before that is known."""
         self._ahead_at = 0.0
         """When something may be asked ahead of need, after a refusal."""
+        self._asked_at = 0.0
+        """When the last question was asked."""
+        self._was_refused = False
+        """Whether the last answer was a refusal."""
+        self._alone_until = 0.0
+        """Until when one group is asked for at a time."""
         self._grants = self._refusals = 0
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -131,13 +152,22 @@ class CacheState:
         with self._lock:
             self._groups.held(blocks)
 
-    def question(self) -> tuple[int, bool] | None:
-        """Return the group to borrow now, and whether it is needed, or None. The caller tells the answer."""
+    def question(self) -> tuple[list[int], bool] | None:
+        """Return the groups to borrow now, and whether they are needed, or None. The caller tells the answer.
+
+        Of those that are needed several are asked for at once, unless others have what there is: one may come sooner.
+        """
         with self._lock:
-            found = self._next_question()
-            if found is not None:
+            now, asked, found = time.monotonic(), list[int](), self._next_question()
+            is_needed = found is not None and found[1]
+            while found is not None:
                 self._groups.move(found[0], "asked")
-            return found
+                asked.append(found[0])
+                is_enough = self._groups.asked_bytes >= self._balloon.wanted_bytes(self._want)
+                is_last = is_enough or not is_needed or len(asked) >= (1 if now < self._alone_until else ASK_GROUPS)
+                found = None if is_last else self._next_question()
+            self._asked_at = now
+            return (asked, is_needed) if asked else None
 
     def _next_question(self) -> tuple[int, bool] | None:
         found = None if self._suspended or self._asked_back() else self._balloon.next_to_map(self._want)
@@ -148,11 +178,16 @@ class CacheState:
         with self._lock:
             return self._balloon.wanted_bytes(self._want)
 
-    def answered(self, group: int, *, is_granted: bool) -> None:
-        """Note that a group was borrowed and mapped, or refused."""
+    def answered(self, groups: Collection[int], *, is_granted: bool) -> None:
+        """Note that groups were borrowed and mapped, or refused."""
         with self._lock:
-            self._groups.move(group, "mapped" if is_granted else "refused")
-            self._grants += is_granted
+            for group in groups:
+                self._groups.move(group, "mapped" if is_granted else "refused")
+            self._was_refused = not is_granted
+            now = time.monotonic()
+            if not is_granted or now - self._asked_at > SHORT_SECONDS:
+                self._alone_until = now + ALONE_SECONDS
+            self._grants += len(groups) * is_granted
             self._refusals += not is_granted
             self._changed.notify_all()
 
@@ -185,9 +220,9 @@ class CacheState:
     def is_growing(self) -> bool:
         """Whether memory that is needed is there to be taken, is being borrowed, or will be asked for next."""
         with self._lock:
-            is_asked = self._groups.is_asking or self._next_question() is not None
+            is_asked = self._groups.asked_bytes or self._next_question() is not None
             has_ready = self._groups.has_ready and not self._suspended
-            return has_ready or (is_asked and self._groups.available < self._want)
+            return has_ready or bool(is_asked and self._groups.available < self._want)
 
     # Shrinking
 
@@ -205,6 +240,9 @@ class CacheState:
         now = time.monotonic()
         with self._lock:
             balloon, size = self._balloon, self._asked_back()
+            if 2 * now - self._held_at >= self._preempts_at:  # the next turn would come too late
+                self._preempts_at = 0.0
+            self._held_at = now
             if self._is_asked_anew or 0 < size <= self._groups.retiring_bytes:
                 balloon.reconsider()  # others may go sooner than what drains for want of use, or have gone
                 self._is_asked_anew = False
@@ -216,7 +254,9 @@ class CacheState:
                 self._hold_unused(engine, self._groups.draining_blocks(chosen))
                 draining += chosen
             if size:
-                if (busy := self._groups.draining_blocks(draining)) and engine.preempt(busy):
+                is_time = not self._preempts_at or self._owed or self._suspended
+                busy = self._groups.draining_blocks(draining) if is_time else ()
+                if busy and engine.preempt(busy):
                     self._hold_unused(engine, busy)
                 self._tried = list(self._recalls.values())
                 if not self._groups.going_bytes:
@@ -314,6 +354,13 @@ class CacheState:
         with self._lock:
             return bool(self._asked_back())
 
+    @property
+    def is_short(self) -> bool:
+        """Whether the engine has to do with the memory that it has: others want it, or have what it asked for."""
+        with self._lock:
+            waits = self._groups.asked_bytes and time.monotonic() - self._asked_at > SHORT_SECONDS
+            return bool(waits or self._was_refused or self._asked_back())
+
     def owe(self, size: int) -> None:
         """Release so many bytes more, whatever the engine wants."""
         with self._lock:
@@ -324,6 +371,9 @@ class CacheState:
         with self._lock:
             if self._answers:
                 self._is_asked_anew = True
+                now = time.monotonic()
+                if not self._recalls and now > self._calm_at:
+                    self._preempts_at = now + min(PATIENCE_SECONDS, (recall.deadline - now) / 2)
                 self._recalls[recall.model] = recall
                 self._tried = [tried for tried in self._tried if tried is not recall]
             return self._answers
@@ -338,6 +388,7 @@ class CacheState:
                 is_over = recall.deadline - ANSWER_SECONDS <= time.monotonic()
                 has_no_more = not has_engine or (recall in self._tried and not self._groups.going_bytes)
                 if is_over or has_no_more or not recall.remaining:
+                    self._calm_at = time.monotonic() + LINGER_SECONDS
                     return self._recalls.pop(recall.model)
             return None
 
@@ -361,7 +412,7 @@ class CacheState:
                 ends.append(max(now + FENCE_SECONDS, again))
             if at_rest and self._balloon.is_sweeping:
                 ends.append(again)
-            elif at_rest and (self._looks_left or self._groups.is_draining):
+            elif at_rest and (self._looks_left or self._groups.groups_in(DRAINING)):
                 ends.append(max(now + LINGER_SECONDS, again))
             ends += [recall.deadline - ANSWER_SECONDS for recall in self._recalls.values()]
         return max(0.0, min(ends) - now)

@@ -14,7 +14,7 @@ from tests.support.toy_engine import Request, ToyEngine
 
 from membroker.errors import InvalidRequest
 from membroker.kv.balloon import Balloon
-from membroker.kv.groups import ASKED, DOOMED, DRAINING, HELD, LEAVING, MAPPED, RETIRING
+from membroker.kv.groups import ASKED, DOOMED, DRAINING, HELD, LEAVING, LIFECYCLE, MAPPED, RETIRING
 from membroker.kv.layout import Layout, Strided
 
 BASE = 1 << 40
@@ -36,6 +36,30 @@ def with_memory(balloon: Balloon, groups: int, first: int = 0) -> list[int]:
         balloon.groups.move(group, "asked")
         balloon.groups.move(group, "mapped")
     return balloon.groups.take()
+
+
+def check(balloon: Balloon) -> None:
+    """Assert what always holds. It looks at every block."""
+    groups, layout = balloon.groups, balloon.groups.layout
+    states = [groups.state(group) for group in range(layout.groups)]
+    usable = 0
+    for block in range(layout.blocks):
+        touched = layout.touched(block)
+        is_always = set(touched) <= set(groups.first)
+        has_memory = all(states[group] == MAPPED for group in touched)
+        assert not groups.is_out(block) or is_always or all(states[group] in (MAPPED, DRAINING) for group in touched)
+        usable += groups.is_out(block) or has_memory
+    assert groups.available == usable
+    sums = [
+        sum(size for size, found in zip(groups.sizes, states, strict=True) if found == state) for state in LIFECYCLE
+    ]
+    assert (groups.asked_bytes, groups.staying_bytes) == (sums[ASKED], sums[MAPPED])
+    assert groups.retiring_bytes == sums[RETIRING] + sums[DOOMED] + sums[LEAVING]
+    assert groups.going_bytes == groups.retiring_bytes + sums[DRAINING]
+    assert groups.charged_bytes == sum(sums) - sums[HELD]
+    for state in LIFECYCLE:
+        assert groups.groups_in(state) == [group for group, found in enumerate(states) if found == state]
+    assert balloon.ceiling is None or groups.charged_bytes <= balloon.ceiling
 
 
 def all_unused(blocks: Sequence[int]) -> Collection[int]:
@@ -78,7 +102,7 @@ def test_what_is_mapped_next() -> None:
     assert balloon.next_to_map(3) == (2, False), "2 blocks ahead"
     with_memory(balloon, 4, 2)
     assert balloon.next_to_map(100) is None, "the ceiling"
-    balloon.check()
+    check(balloon)
 
 
 def test_a_refusal_changes_nothing() -> None:
@@ -87,7 +111,7 @@ def test_a_refusal_changes_nothing() -> None:
     assert balloon.groups.charged_bytes == PAGE
     balloon.groups.move(0, "refused")
     assert (balloon.groups.charged_bytes, balloon.groups.state(0), balloon.next_to_map(1)) == (0, HELD, (0, True))
-    balloon.check()
+    check(balloon)
 
 
 def test_free_groups_go_first_and_the_highest_of_them() -> None:
@@ -143,7 +167,7 @@ def test_what_has_become_free_goes_instead_of_what_drains() -> None:
     assert (choose(), balloon.groups.retiring_bytes, balloon.groups.going_bytes) == ([], PAGE, 2 * PAGE)
     balloon.reconsider()
     assert (balloon.groups.state(4), balloon.groups.going_bytes) == (MAPPED, PAGE)
-    balloon.check()
+    check(balloon)
 
 
 def test_a_sweep_looks_at_few_groups_at_a_time() -> None:
@@ -185,7 +209,7 @@ def test_a_busy_group_goes_when_its_last_request_ends() -> None:
     draining = balloon.groups.groups_in(DRAINING)
     assert (balloon.groups.retire(draining), balloon.groups.draining_blocks(draining)) == ([], [8])
     assert balloon.groups.take() == []
-    balloon.check()
+    check(balloon)
     balloon.groups.held([8])
     assert balloon.groups.retire(balloon.groups.groups_in(DRAINING)) == [2]
     for group in (2, 3):
@@ -219,7 +243,7 @@ def test_what_is_wanted_again_comes_back_without_a_request() -> None:
     assert [balloon.groups.state(group) for group in range(5)] == [MAPPED, LEAVING, MAPPED, MAPPED, DRAINING]
     balloon.groups.move(1, "failed")
     assert balloon.groups.state(1) == DOOMED
-    balloon.check()
+    check(balloon)
 
 
 def test_what_is_refused() -> None:
@@ -289,7 +313,7 @@ class Machine:
             self.recalled = rng.randrange(1, balloon.groups.charged_bytes + 2)
         elif self.recalled and rng.random() < 0.2:
             self.recalled = 0
-        balloon.check()
+        check(balloon)
 
     def is_sweeping(self) -> bool:
         """Some groups were not looked at since all was quiet."""
@@ -349,7 +373,7 @@ class Machine:
             self.give_back(self.engine.need())
             self.unmap()
             self.borrow(want)
-            self.balloon.check()
+            check(self.balloon)
             if not (
                 self.engine.waiting or self.engine.running or self.balloon.groups.going_bytes or self.is_sweeping()
             ):

@@ -15,7 +15,7 @@ from tests.support.sizes import MIB
 from membroker.kv.balloon import Balloon
 from membroker.kv.engine import Over
 from membroker.kv.groups import DOOMED, DRAINING, MAPPED
-from membroker.kv.state import CacheState
+from membroker.kv.state import ASK_GROUPS, PATIENCE_SECONDS, CacheState
 
 
 @dataclass
@@ -50,6 +50,58 @@ def five_groups(*used: int) -> tuple[Balloon, CacheState, Any]:
     state = CacheState(balloon, 1)
     state.want(8)
     return balloon, state, an_engine(set(used))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The time of the state, which stands still."""
+    found = SimpleNamespace(now=1000.0)
+    found.monotonic = lambda: found.now
+    monkeypatch.setattr("membroker.kv.state.time", found)
+    return found
+
+
+def test_a_recall_waits_for_requests_that_end_soon(clock: Any) -> None:
+    """They are preempted when it has waited long enough for them, and at once for the next recall of the same need."""
+    _, state, engine = five_groups(*range(10))
+    state.hold(engine)
+    for seconds, waits in ((10.0, PATIENCE_SECONDS), (0.2, 0.1)):
+        clock.now += 1.0  # the one before has been answered for long
+        recall = Recall("m", PAGE, clock.now + seconds)
+        state.hold(engine)
+        assert state.recalled(recall)
+        state.hold(engine)
+        assert engine.asked == []
+        clock.now += 0.51 * waits
+        state.hold(engine)  # the next turn will come too late
+        assert len(engine.asked) == 1
+        recall.remaining = 0
+        assert state.settled(has_engine=True) is recall
+        clock.now += 0.01
+        assert state.recalled(Recall("m", PAGE, clock.now + seconds))
+        state.hold(engine)
+        assert len(engine.asked) == 2
+        state._recalls.clear()
+        engine.asked.clear()
+
+
+def test_an_engine_is_short_while_it_waits_or_others_do(clock: Any) -> None:
+    balloon = Balloon(block_major(MIB, 200))
+    with_memory(balloon, 5)
+    state = CacheState(balloon, 1)
+    assert not state.is_short
+    state.want(200)
+    for is_granted, most in ((True, ASK_GROUPS), (False, 1), (True, 1)):
+        groups, _ = state.question() or pytest.fail("it asks for nothing")
+        assert len(groups) == most, "while others have what there is, one page at a time"
+        assert not state.is_short
+        clock.now += 1.0
+        assert state.is_short, "the broker has not answered: others have what there is"
+        state.answered(groups, is_granted=is_granted)
+        assert state.is_short is not is_granted
+        state._was_refused = False
+    state.recalled(Recall("m", PAGE, clock.now + 1.0))
+    assert state.is_short
 
 
 def test_what_waits_for_its_fence_goes_after_the_answer_too() -> None:
