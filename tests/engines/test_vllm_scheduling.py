@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.daemons import running, until
+from tests.support.daemons import DEADLINE_SECONDS, running, until
 from tests.support.seeds import chosen_seed
 from tests.support.sizes import MIB
 
@@ -48,12 +48,7 @@ def test_a_watermark_leaves_room_to_grow(tmp_path: Path, monkeypatch: pytest.Mon
             model = client.model("chat", limit=LIMIT)
             elastic = Scheduling(tmp_path, monkeypatch, model=model, watermark=watermark)
             elastic.add(8, 256, 500)
-            for _ in range(100):
-                elastic.cache.wait(0.1)  # returns when there is more memory
-                elastic.step()
-                if len(elastic.scheduler.running) == 8:
-                    break
-            assert len(elastic.scheduler.running) == 8, "no memory was borrowed for what stays free"
+            _run_together(elastic, 8)  # with memory that is borrowed to stay free
             while elastic.step():
                 pass
             elastic.serve(*REQUESTS)
@@ -75,7 +70,7 @@ def test_what_is_preempted_is_computed_once(tmp_path: Path, monkeypatch: pytest.
             tokens.append(again / elastic.preemptions)
             elastic.cache.close()
     print(f"a request that was preempted computed {tokens[0]:.0f} tokens again, and {tokens[1]:.0f} with swap space")
-    assert tokens[0] > 1000
+    assert tokens[0] > REQUESTS[1] / 2  # some were preempted before their whole prompt was computed
     assert tokens[1] <= 2 * BLOCK_TOKENS
 
 
@@ -177,7 +172,7 @@ def test_a_recall_during_a_step_is_answered_by_the_next_one(tmp_path: Path, monk
     with running({"capacity": 2 * WHOLE}) as daemon, membroker.connect(daemon.endpoint()) as client:
         elastic = Scheduling(tmp_path, monkeypatch, model=client.model("chat", limit=WHOLE))
         blocks = elastic.cache.layout.blocks
-        assert elastic.cache.prepare(blocks)
+        assert elastic.cache.prepare(blocks, DEADLINE_SECONDS)
         elastic.add(requests, 4 * BLOCK_TOKENS, 200)  # all in one batch, so that they fill blocks in the same steps
         running_now = elastic.scheduler.running
         while len(running_now) < requests or running_now[0].num_computed_tokens % BLOCK_TOKENS != 4:
@@ -198,7 +193,7 @@ def test_a_waiting_session_has_nobody_preempted(tmp_path: Path, monkeypatch: pyt
     with running({"capacity": 2 * WHOLE}) as daemon, membroker.connect(daemon.endpoint()) as client:
         elastic = Scheduling(tmp_path, monkeypatch, model=client.model("chat", limit=WHOLE))
         cache, scheduler = elastic.cache, elastic.scheduler
-        assert cache.prepare(cache.layout.blocks)
+        assert cache.prepare(cache.layout.blocks, DEADLINE_SECONDS)
         elastic.add(requests, 500, 400)
         scheduler.add_request(Request("session", [1] * 1000, options, None, resumable=True))
         while scheduler.requests["session"].status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
@@ -216,7 +211,7 @@ def test_with_priorities_a_recall_is_answered_as_soon(tmp_path: Path, monkeypatc
         model = client.model("chat", limit=WHOLE)
         elastic = Scheduling(tmp_path, monkeypatch, model=model, policy="priority")
         cache, scheduler = elastic.cache, elastic.scheduler
-        assert cache.prepare(cache.layout.blocks)
+        assert cache.prepare(cache.layout.blocks, DEADLINE_SECONDS)
         for number in range(40):
             elastic.ask(str(number), [1] * 500, 400, priority=int(number < 20))
             elastic.step()
@@ -266,6 +261,11 @@ def test_no_block_is_lost_while_memory_comes_and_goes(
         assert (elastic.loaded > 0) == (swap_space is not None)
         assert elastic.slots == list(range((swap_space or 0) // BLOCK)), "a slot was lost, or is free twice"
         elastic.cache.close()
+
+
+def _run_together(elastic: Scheduling, requests: int) -> None:
+    """Step until so many requests run at once."""
+    until(lambda: elastic.step() and len(elastic.scheduler.running) == requests)
 
 
 def _recall_busy(elastic: Scheduling, pages: int) -> int:

@@ -61,7 +61,7 @@ GPU_CONFIG = {
     "num_hidden_layers": 7,
     "torch_dtype": "bfloat16",
 }
-"""28 KiB of KV cache a token. A block of 16 tokens has 448 KiB: block-major, some straddle two pages of 64 MiB."""
+"""28 KiB of KV cache a token. A block of 16 tokens has 448 KiB: block-major, some straddle two pages of 16 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ BUILDS: Mapping[str, Build] = {
         group=4 * MIB,
         on_gpu=False,
     ),
-    "gpu": Build(environment={}, layout="is BLNHC", group=64 * MIB, **_GPU),
+    "gpu": Build(environment={}, layout="is BLNHC", group=16 * MIB, **_GPU),
 }
 
 

@@ -196,7 +196,8 @@ class Scheduling:
         for name, tokens in names.items():
             self._compute(scheduler.requests[name], tokens)
         answers = [[] if scheduler.requests[name].is_prefill_chunk else [_answer(name)] for name in names]
-        steps.append((step, answers, {block for name in names for table in self._tables(name) for block in table}))
+        used = {block * BLOCK // PAGE for name in names for table in self._tables(name) for block in table}
+        steps.append((step, answers, used))
         while len(steps) >= IN_FLIGHT or (steps and not step.total_num_scheduled_tokens):
             self._end(*steps.popleft())
         return True
@@ -224,8 +225,8 @@ class Scheduling:
 
     def _end(self, step: Any, tokens: list[list[int]], used: set[int]) -> None:
         if self._pool is not None:
-            lost = [block for block in used if not self._pool.is_mapped(block * BLOCK, BLOCK)]
-            assert not lost, f"a step that is under way uses {len(lost)} blocks without memory"
+            lost = [page for page in used if not self._pool.is_mapped(page * PAGE, PAGE)]
+            assert not lost, f"a step that is under way uses {len(lost)} pages without memory"
         if (happens := self.before_end) is not None:
             self.before_end = None
             happens()

@@ -24,6 +24,12 @@ from ..engine import Fence
 _NEVER = 1e-9
 """The warmth of cached contents whose last use is not known: colder than all others, and not 0."""
 
+STEPS_AHEAD = 2
+"""For how many steps memory is asked: what waits behind them would lie idle, while others may need it."""
+
+GROWTH = 2
+"""How many blocks a running request of an engine that is short of memory can take before others are admitted."""
+
 
 class GroupNeed(NamedTuple):
     """What a request takes of a group of layers: a block for each `block_tokens`, and `besides`, but at most `most`."""
@@ -54,10 +60,10 @@ class VllmBlocks:
 
     `pool` is vLLM's `BlockPool`. Of each group of layers a request takes what `needs` say, `lookahead` tokens for
     drafts included, and `tables` returns the numbers of its blocks in each group now: all groups have blocks of one
-    pool, and 0 stands where a request needs none any more. At most `most_requests` run at a time. vLLM admits a request
-    beside others only if `watermark` blocks stay free. It preempts the youngest request first, or with `by_priority`
-    the youngest of those that matter least. `new_fence` returns a fence behind all steps before the one that is being
-    scheduled: no block of this one is unused.
+    pool, and 0 stands where a request needs none any more. At most `most_requests` run at a time, and a step computes
+    `step_tokens` tokens. vLLM admits a request beside others only if `watermark` blocks stay free. It preempts the
+    youngest request first, or with `by_priority` the youngest of those that matter least. `new_fence` returns a fence
+    behind all steps before the one that is being scheduled: no block of this one is unused.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class VllmBlocks:
         needs: Sequence[GroupNeed],
         tables: Callable[[str], Iterable[Iterable[int]]],
         most_requests: int,
+        step_tokens: int,
         watermark: int,
         lookahead: int = 0,
         by_priority: bool = False,
@@ -76,7 +83,10 @@ class VllmBlocks:
             raise InvalidRequest(f"vLLM's null block is number {pool.null_block.block_id}, and membroker expects 0")
         self._pool = pool
         self._needs, self._tables, self._lookahead = needs, tables, lookahead
-        self._most_requests, self._watermark, self._by_priority = most_requests, watermark, by_priority
+        self._most_requests, self._by_priority = most_requests, by_priority
+        self._soon = self._most_soon = STEPS_AHEAD * step_tokens
+        """How many tokens of requests that wait can still be computed in the next steps."""
+        self._watermark = self._least_watermark = watermark
         self.fence = new_fence
         self.requests: dict[str, Any] = {}
         """Those that have not ended."""
@@ -99,7 +109,8 @@ class VllmBlocks:
     def add(self, request: Any) -> None:
         """Note a new request."""
         self.requests[request.request_id] = request
-        if len(self.requests) <= self._most_requests:
+        if len(self.requests) <= self._most_requests and self._soon > 0:
+            self._soon -= request.num_tokens
             self._more += self._blocks_of(request.num_tokens + 1)
 
     def finish(self, request: Any, tables: Iterable[Iterable[int]]) -> None:
@@ -126,7 +137,7 @@ class VllmBlocks:
 
     def _count(self, scheduled: Mapping[str, int]) -> None:
         """Count what requests need beyond their blocks. Written for speed, as each step runs it: 128 take 40 us."""
-        more, left = 0, self._most_requests
+        more, left, soon = 0, self._most_requests, self._most_soon
         for name, request in self.requests.items():
             if not left:
                 break  # the others cannot run yet
@@ -135,8 +146,11 @@ class VllmBlocks:
             if name in self._running:
                 done = request.num_computed_tokens + scheduled.get(name, 0)
                 tokens, ahead = max(tokens, done) + self._lookahead, 1
-            else:
+            elif soon > 0:
+                soon -= tokens
                 tokens += 1
+            else:
+                continue
             # Rounded up to blocks, both, without a call for each request.
             for size, besides, most in self._needs:
                 more += min((tokens + size - 1) // size + ahead + besides, most)
@@ -145,7 +159,7 @@ class VllmBlocks:
         # By this estimate the first request has room. If vLLM wants more, it would wait forever.
         is_short = self.is_starved and self._pool.get_num_free_blocks() >= more + self._watermark
         self._short = min(self._short + 1, self._blocks_of(1 << 40)) if is_short else 0
-        self._more = more
+        self._more, self._soon = more, soon
 
     def were_reset(self, request: Any) -> bool:
         """Return whether vLLM has preempted all requests at once to compute them again, as for new weights.
@@ -159,11 +173,6 @@ class VllmBlocks:
         return True
 
     @property
-    def has_requests(self) -> bool:
-        """Return whether there is a request, running or waiting."""
-        return bool(self.requests)
-
-    @property
     def is_starved(self) -> bool:
         """Return whether requests wait, and none runs."""
         return bool(self.requests) and not self._running
@@ -172,6 +181,14 @@ class VllmBlocks:
     def is_empty(self) -> bool:
         """Return whether there is no request, and no step that may still give blocks back."""
         return not self.requests and self._used() == 1
+
+    def keep_free(self, *, is_short: bool) -> int:
+        """Return how many blocks vLLM is to keep free when it admits a request beside others.
+
+        An engine that is short of memory would preempt the request again when those that run grow.
+        """
+        self._watermark = max(self._least_watermark, GROWTH * len(self._needs) * len(self._running) * is_short)
+        return self._watermark
 
     def relax(self) -> None:
         """End a squeeze: give vLLM back the blocks that were kept from it."""

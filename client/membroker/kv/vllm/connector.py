@@ -218,6 +218,7 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             needs=needs,
             tables=manager.get_block_ids,
             most_requests=config.scheduler_config.max_num_seqs,
+            step_tokens=config.scheduler_config.max_num_batched_tokens,
             watermark=int(config.scheduler_config.watermark * pool.num_gpu_blocks),
             lookahead=config.num_lookahead_tokens,
             by_priority=config.scheduler_config.policy == "priority",
@@ -268,6 +269,7 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._rests:
             cache.wake()
         blocks.relax()
+        self._kv_cache_manager.watermark_blocks = blocks.keep_free(is_short=cache.is_short)
         self._swap.note(scheduler_output, blocks.requests)
         blocks.note(scheduler_output)
         self._rests = blocks.is_empty
@@ -305,7 +307,7 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         With requests this says nothing: vLLM steps for them, unless it is paused, and then it waits to be idle.
         """
-        return not self._rests and not self._blocks.has_requests
+        return not (self._rests or self._blocks.requests)
 
     def shutdown(self) -> None:
         """Release all memory."""

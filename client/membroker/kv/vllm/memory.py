@@ -38,7 +38,7 @@ logger: logging.Logger = logging.getLogger("vllm.membroker")  # vLLM shows only 
 
 CONTEXT_BYTES = 600 << 20
 """What a CUDA context and the kernels take, which PyTorch does not count: 518 MiB on an H200."""
-_BLOCKS_A_PAGE, _LEAST_PAGE, _MOST_PAGE = 256, 2 << 20, 64 << 20
+_LEAST_PAGE, _USUAL_PAGE, _MOST_PAGE = 2 << 20, 16 << 20, 64 << 20
 _WARM_UP_TOKENS = 8
 """The warm-up of vLLM's kernels gives each request so many tokens, and so many for each token that it drafts."""
 
@@ -240,13 +240,14 @@ class VllmMemory:
 
 
 def page_size_of(parts: Sequence[Strided]) -> int:
-    """Return the size of a page: large where one has all layers, so that growth needs few of them.
+    """Return the size of a page: larger where one has all layers, so that growth needs few of them.
 
     A page stays as long as any block in it is used, so it has no more blocks than a few requests take.
     """
     if len(parts) > 1:
         return _LEAST_PAGE
-    return min(_MOST_PAGE, max(_LEAST_PAGE, 1 << (_BLOCKS_A_PAGE * parts[0].stride - 1).bit_length()))
+    few, many = (1 << (blocks * parts[0].stride - 1).bit_length() for blocks in (8, 256))
+    return min(_MOST_PAGE, max(few, min(_USUAL_PAGE, many), _LEAST_PAGE))
 
 
 def begin(settings: VllmSettings, config: Any, cache_config: Any) -> VllmMemory:
