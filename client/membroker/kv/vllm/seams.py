@@ -66,6 +66,17 @@ MEMBERS: Final = seams.members(
             "@num_lookahead_tokens offload_config lora_config weight_transfer_config compilation_config kernel_config "
             "ec_transfer_config"
         ),
+        "config:ModelConfig": (
+            "@is_hybrid @is_attention_free is_encoder_decoder enable_sleep_mode enable_cumem_allocator "
+            "served_model_name max_model_len"
+        ),
+        "config:ParallelConfig": (
+            "rank world_size tensor_parallel_size data_parallel_size decode_context_parallel_size nnodes "
+            "distributed_executor_backend"
+        ),
+        "config:AttentionConfig": "hisparse_config",
+        "config:SchedulerConfig": "max_num_seqs max_num_batched_tokens watermark policy",
+        "config:KVTransferConfig": "@is_kv_producer @is_kv_consumer kv_connector kv_connector_extra_config",
         "v1.core.kv_cache_utils:KVCacheBlock": "block_id ref_cnt block_hash is_null",
         "v1.request:Request": (
             "request_id status num_tokens num_computed_tokens num_prompt_tokens skip_reading_prefix_cache priority "

@@ -180,7 +180,8 @@ def check_supported(config: Any) -> None:
             config.model_config.enable_sleep_mode or config.model_config.enable_cumem_allocator
         ),
         "does not support cascade attention: leave --no-disable-cascade-attn out": (
-            not config.model_config.disable_cascade_attn  # it takes each reference to a block for a request's
+            # It takes each reference to a block for a request's. vLLM 0.31 alone has it.
+            not getattr(config.model_config, "disable_cascade_attn", True)
         ),
     }
     refuse("membroker.kv.vllm", refusals)
