@@ -19,9 +19,7 @@ import membroker.kv.vllm
 
 
 def parsed(*words: str) -> object:
-    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(
-        [*words, *arguments(words, 60 << 30).words]
-    )
+    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args([*words, *arguments(words, 60 << 30)[0]])
 
 
 def test_the_options_are_vllms() -> None:

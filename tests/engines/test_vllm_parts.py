@@ -57,7 +57,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from membroker.kv import Layout
 from membroker.kv.capture import Capture
 from membroker.kv.layout import Strided
-from membroker.kv.seams import load
+from membroker.kv.seams import differences, load
 from membroker.kv.vllm import connector, memory, plugin, seams
 from membroker.kv.vllm.blocks import GroupNeed, VllmBlocks, needs_of
 from membroker.kv.vllm.connector import Membroker, StepMetadata
@@ -110,9 +110,8 @@ class Blocks(VllmBlocks):
             pool,
             needs=needs,
             tables=lambda name: self.known.get(name, []),
-            watermark=0,
             new_fence=Scheduled(lambda: 0).fence,
-            **{"most_requests": 2, **options},
+            **{"watermark": 0, "most_requests": 2, "step_tokens": 8192, **options},
         )
 
     def note(self, step: Any) -> None:
@@ -167,6 +166,30 @@ class TestBlocks:
         pool.get_new_blocks(2)
         blocks.note(a_step({"a": [1, 2]}, tokens={"a": 32}))
         assert blocks.need() == 3 + 2 + 8, "the rest of its prompt, and a block"
+
+    def test_the_need_of_a_queue_is_what_the_next_steps_compute(self, pool: BlockPool) -> None:
+        """The others would have memory that nobody uses yet, while another engine may need it."""
+        blocks = Blocks(pool, most_requests=9, step_tokens=40)
+        for name in "abcd":
+            blocks.add(a_request(name, 40))
+        assert blocks.need() == 1 + 3 + 3, "two steps"
+        pool.get_new_blocks(3)
+        blocks.note(a_step({"a": [1, 2, 3]}, tokens={"a": 40}))
+        assert blocks.need() == 4 + 1 + 3 + 3, "a block ahead, and the next two"
+        blocks.add(a_request("e", 40))
+        assert blocks.need() == 4 + 1 + 3 + 3
+
+    def test_who_runs_keeps_blocks_while_memory_is_short(self, pool: BlockPool) -> None:
+        """vLLM admits no request to the last free blocks: it would preempt it again as soon as the others grow."""
+        blocks = Blocks(pool, most_requests=9, watermark=1)
+        assert [blocks.keep_free(is_short=short) for short in (False, True)] == [1, 1]
+        for name in "abc":
+            blocks.add(a_request(name, 16))
+        pool.get_new_blocks(2)
+        blocks.note(a_step({"a": [1], "b": [2]}, tokens={"a": 16, "b": 16}))
+        before = blocks.need()
+        assert [blocks.keep_free(is_short=short) for short in (False, True)] == [1, 4]
+        assert blocks.need() == before + 3
 
     def test_the_need_is_summed_over_groups_and_bounded_where_vllm_bounds_it(self, pool: BlockPool) -> None:
         """Full attention, a window of three blocks at most, and a state with one more for drafts."""
@@ -359,9 +382,9 @@ class TestBlocks:
         assert blocks.is_empty
         blocks.add(request := a_request("a", 16))
         taken = pool.get_new_blocks(1)
-        assert blocks.has_requests
+        assert blocks.requests
         blocks.finish(request, [[1]])
-        assert (blocks.has_requests, blocks.is_empty) == (False, False)
+        assert (blocks.requests, blocks.is_empty) == ({}, False)
         pool.free_blocks(taken)
         assert blocks.is_empty
 
@@ -535,8 +558,8 @@ print(*found)
 
 def test_a_page_has_the_blocks_of_a_few_requests() -> None:
     """A large one where it has all layers, and the least where each layer has a region."""
-    sizes = [memory.page_size_of([Strided(0, stride, stride)]) for stride in (4096, 32 << 10, 100 << 10, 7 * MIB)]
-    assert sizes == [2 * MIB, 8 * MIB, 32 * MIB, 64 * MIB]
+    sizes = [memory.page_size_of([Strided(0, stride, stride)]) for stride in (4096, 32 << 10, 1792 << 10, 7 * MIB)]
+    assert sizes == [2 * MIB, 8 * MIB, 16 * MIB, 64 * MIB]
     assert memory.page_size_of([Strided(0, 1, 1), Strided(9, 1, 1)]) == 2 * MIB
 
 
@@ -572,8 +595,9 @@ def test_what_fails_to_close_keeps_nothing_else_open() -> None:
         raise DeviceFailure("munmap")
 
     one: Any = memory.VllmMemory(VllmSettings(model="m"), SERVED, None)
-    one._cache = SimpleNamespace(close=fail)
-    one._client, one.weights = (SimpleNamespace(close=lambda n=n: closed.append(n)) for n in ("client", "weights"))
+    one._ending.callback(lambda: closed.append("weights"))
+    one._ending.callback(lambda: closed.append("client"))
+    one._ending.callback(fail)
     one.close()
     assert closed == ["client", "weights"]
 
@@ -626,7 +650,7 @@ def test_whatever_touches_weights_keeps_the_engine_awake(monkeypatch: pytest.Mon
 
 class TestSeams:
     def test_this_vllm_has_all_that_is_used(self) -> None:
-        assert list(seams.differences()) == []
+        assert list(differences(seams.MEMBERS)) == []
         seams.check()
 
     @pytest.mark.parametrize(
@@ -637,7 +661,7 @@ class TestSeams:
     ) -> None:
         """The start of the engine then says so, with the version and the method."""
         monkeypatch.setattr(load(place), method, lambda self, other, *rest: None)
-        assert len([one for one in seams.differences() if f"{method} takes (other, rest), not (" in one]) == 1
+        assert len([one for one in differences(seams.MEMBERS) if f"{method} takes (other, rest), not (" in one]) == 1
         with pytest.raises(InvalidRequest, match=rf"written for vLLM 0\.31 to 0\.33, and vLLM .* differs: .*{method}"):
             seams.check()
 

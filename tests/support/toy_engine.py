@@ -35,16 +35,11 @@ class Fence:
 
     def __init__(self, passed: bool = True) -> None:
         self.passed = passed
-        self.looks = self.waits = self.early_waits = 0
+        self.looks = 0
 
     def query(self) -> bool:
         self.looks += 1
         return self.passed
-
-    def synchronize(self) -> None:
-        self.early_waits += not self.passed
-        assert self.passed, "nothing may wait for a fence that has not passed"
-        self.waits += 1
 
 
 class ToyEngine:

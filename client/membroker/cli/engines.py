@@ -12,10 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from ..kv.command import Added
+from typing import Final
 
 ENGINES: Final = {"vllm": "vLLM", "sglang": "SGLang"}
 _COMMANDS: Final = {("vllm", "serve"): "vllm", ("sglang", "serve"): "sglang"}
@@ -39,9 +36,12 @@ def add(
     the cache from being elastic.
     """
     module = import_module(f"membroker.kv.{engine}.arguments")  # takes longer than the rest of `membroker run`
-    added: Added = module.arguments(command, capacity)
-    variables = {name: value for name, value in added.variables.items() if name not in environment}
-    added_words = [*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), *map(shlex.quote, added.words)]
+    words, wanted = module.arguments(command, capacity)
+    variables = {name: value for name, value in wanted.items() if name not in environment}
+    added_words = [
+        *(f"{name}={shlex.quote(value)}" for name, value in variables.items()),
+        *map(shlex.quote, words),
+    ]
     if added_words:
         print(f"membroker: {ENGINES[engine]} also gets {' '.join(added_words)}", file=sys.stderr)
-    return [*command, *added.words], {**environment, **variables}
+    return [*command, *words], {**environment, **variables}

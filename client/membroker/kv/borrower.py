@@ -13,7 +13,7 @@ from typing import Final
 
 from ..errors import ClosedError, MembrokerError, OutOfMemory, SessionLost
 from .layout import Layout
-from .pages import Pages
+from .ranks import Pages
 from .state import LOOK_SECONDS, CacheState
 
 logger: logging.Logger = logging.getLogger("membroker")

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from .. import Client, Model, VirtualMemoryPool
 from ..errors import InvalidRequest
@@ -41,11 +41,12 @@ class Bounds:
     keep: int | str = "2GiB"
     ceiling: int | str | None = None
     page_size: int | str | None = None
+    SIZES: ClassVar[tuple[str, ...]] = ("limit", "floor", "ahead", "keep", "ceiling", "page_size")
 
     def __post_init__(self) -> None:
         if self.model is not None:
             arguments.name_of("model", self.model)
-        for name in ("limit", "floor", "ahead", "keep", "ceiling", "page_size"):
+        for name in self.SIZES:
             value = getattr(self, name)
             if value is not None:
                 arguments.bytes_of(name, value)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
-from .. import DEFERRED, Recall, VirtualMemoryPool
+from .. import DEFERRED, Model, Recall, VirtualMemoryPool
 from ..errors import ClosedError, InvalidRequest, MembrokerError, ThreadLimit
 from ..ext import Closing, arguments, start_thread
 from .balloon import Balloon
@@ -27,7 +27,8 @@ from .borrower import GroupBorrower
 from .engine import Engine
 from .groups import DOOMED, DRAINING, MAPPED, RETIRING
 from .layout import Layout
-from .pages import Answering, Pages, pages_of
+from .pages import PoolPages
+from .ranks import Pages, Ranks
 from .releaser import Releaser
 from .state import CacheState, CacheStats
 
@@ -71,7 +72,7 @@ class ElasticCache(Closing):
         always: Collection[int] = (0,),
         timeout: float | None = None,
     ) -> None:
-        self._pages = pages = pages_of(pool)
+        self._pages = pages = PoolPages(pool) if isinstance(pool, VirtualMemoryPool) else pool
         if (layout.base, layout.page_size) != (pages.base_address, pages.page_size):
             raise InvalidRequest(
                 f"{layout!r} is not one of this pool: make it with the pool's base_address and page_size"
@@ -275,7 +276,7 @@ class ElasticCache(Closing):
         self._state.end_growing()
 
     @property
-    def model(self) -> Answering | None:
+    def model(self) -> Model | Ranks | None:
         """What answers the broker and its operator: the pool's model, or None without a broker."""
         return self._pages.model
 

@@ -1,4 +1,4 @@
-"""The command that starts an engine: which options it has, and what it gets besides.
+"""The command that starts an engine: which options it has.
 
 Owns how a command line is read. What an engine needs is in its own package. It imports no engine.
 """
@@ -6,21 +6,12 @@ Owns how a command line is read. What an engine needs is in its own package. It 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 _KEY: Final = re.compile(r"^([\w-]+)[ \t]*:(.*(?:\n[ \t#].*|\n)*)", re.MULTILINE)
 """A key of a YAML file that is not in another, and all that is behind it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Added:
-    """What a command gets: words at its end, and variables that its environment does not have yet."""
-
-    words: tuple[str, ...]
-    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 class Options:

@@ -16,13 +16,9 @@ class Fence(Protocol):
         """Return whether the work is over, without waiting."""
         ...
 
-    def synchronize(self) -> object:
-        """Wait until the work is over. The cache calls it only after `query` has returned True."""
-        ...
-
 
 class Over:
-    """The fence of work that is already over, as on a CPU."""
+    """The fence of work that is already over, as on a CPU. A pool waits for nothing with it."""
 
     def query(self) -> bool:
         """Return True."""

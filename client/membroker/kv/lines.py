@@ -26,16 +26,16 @@ class Line:
         self._connection = connection
         self._lock = threading.Lock()
 
-    def __call__(self, name: str, *arguments: object) -> Any:
+    def __call__(self, name: str, *arguments: object, **options: object) -> Any:
         """Call a function of this name there, and return its answer. Raises what it raises."""
-        self.begin(name, *arguments)
+        self.begin(name, *arguments, **options)
         return self.end()
 
-    def begin(self, name: str, *arguments: object) -> None:
+    def begin(self, name: str, *arguments: object, **options: object) -> None:
         """Call, without waiting for the answer: `end` returns it."""
         self._lock.acquire()
         with suppress(OSError):  # `end` raises
-            self._connection.send((name, arguments))
+            self._connection.send((name, arguments, options))
 
     def end(self) -> Any:
         """Wait for the answer to what was begun. Raises what the other process has raised."""
@@ -68,11 +68,11 @@ def hang_up(connection: Connection) -> None:
 def answer(connection: Connection, calls: Mapping[str, Callable[..., object]]) -> bool:
     """Answer one call of the other process, and return whether there may be another."""
     with suppress(EOFError, OSError):
-        name, arguments = connection.recv()
+        name, arguments, options = connection.recv()
         found: object = None
         error: MembrokerError | None = None
         try:
-            found = calls[name](*arguments)
+            found = calls[name](*arguments, **options)
         except MembrokerError as refusal:
             error = refusal
         except Exception as failure:

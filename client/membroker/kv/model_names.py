@@ -44,17 +44,24 @@ def model_name(served: str) -> str:
 
 def _contents(path: str) -> list[tuple[str, int, str]]:
     """Return the name, the size and a sample of each file of a checkpoint; nothing if it is not on this machine."""
-    found: list[tuple[str, int, str]] = []
     with suppress(OSError, ValueError):
-        is_one = os.path.isfile(path)
-        files = [path] if is_one else [os.path.join(path, name) for name in os.listdir(path) if name.endswith(_WEIGHTS)]
-        for file in sorted(files):
-            size = os.stat(file).st_size
-            found.append((os.path.basename(file), size, sample(file, size, len(files))))
-    return found
+        return [(os.path.basename(file), stat.st_size, found) for file, stat, found in files_of(path)]
+    return []
 
 
-def sample(path: str, size: int, files: int) -> str:
+def files_of(path: str) -> list[tuple[str, os.stat_result, str]]:
+    """Return the path, the status and a sample of each file of a checkpoint: a directory, or one file.
+
+    Raises `OSError`.
+    """
+    files = [path]
+    if not os.path.isfile(path):
+        files = [os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(_WEIGHTS)]
+    stats = [os.stat(file) for file in files]
+    return [(file, stat, _sample(file, stat.st_size, len(files))) for file, stat in zip(files, stats, strict=True)]
+
+
+def _sample(path: str, size: int, files: int) -> str:
     """Return a digest of pieces of a file of `size` bytes, at equal distances, for a checkpoint of so many files.
 
     Fine-tuned models of one base have the same sizes, and differ in these pieces.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from multiprocessing import AuthenticationError, current_process
@@ -20,7 +20,6 @@ from .. import DEFERRED, Recall, VirtualMemoryPool
 from ..errors import ClosedError, InvalidRequest, ThreadLimit
 from ..ext import start_thread
 from ..types import SleepRequest, SleepStatus
-from .engine import Over
 from .lines import Line, answer, hang_up
 from .pages import PoolPages
 
@@ -48,23 +47,23 @@ class Rank:
         weights: VirtualMemoryPool | None = None,
         also: Callable[[], object] | None = None,
     ) -> None:
-        self._pages, self._weights, self._also = PoolPages(pool), weights, also
+        self._pages, self._also = PoolPages(pool), also
         if self._pages.model is None:
             raise InvalidRequest("the pool of a rank is one of a model")
         self._model = self._pages.model
-        self._calls: Mapping[str, Callable[..., object]] = {
-            "allocate": self._allocate,
+        self._calls: dict[str, Callable[..., object]] = {
+            "allocate": self._pages.allocate_ranges,
             "release": self._release,
             "passed": passed,
-            "on_recall": self._on_recall,
+            "on_recall": lambda is_wanted: self._model.on_recall(self._forward if is_wanted else None),
             "answer": self._answered,
             "name": lambda: self._model.resource_name,
-            "on_sleep": self._on_sleep,
+            "on_sleep": lambda is_wanted: self._model.on_sleep(self._pass_on if is_wanted else None),
             "also": self._release_more,
             "weights": lambda: None if weights is None else weights.stats(),
-            "offload": lambda: None if weights is None else weights.offload(),
-            "restore": self._restore,
         }
+        if weights is not None:
+            self._calls |= {"offload": weights.offload, "restore": weights.restore}
         self._recall: tuple[int, Recall | None] = (0, None)
         """The last one, and its number. They change together: another thread reads them."""
         self._scheduler: Line | None = None
@@ -103,31 +102,16 @@ class Rank:
 
     # What the scheduler asks
 
-    def _allocate(
-        self, ranges: Sequence[tuple[int, int]], seconds: float | None, ahead: bool, wanted_bytes: int
-    ) -> None:
-        self._pages.allocate_ranges(ranges, wait=seconds, ahead=ahead, wanted_bytes=wanted_bytes)
-
     def _release(self, ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """Release, and return the number of the last recall and what remains of it."""
-        self._pages.free_ranges(ranges, after=Over())  # the process that schedules has asked the fence
+        self._pages.free_ranges(ranges, is_over=True)  # the process that schedules has asked the fence
         number, recall = self._recall
         return number, 0 if recall is None else recall.remaining
-
-    def _on_recall(self, is_wanted: bool) -> None:
-        self._model.on_recall(self._forward if is_wanted else None)
 
     def _answered(self, number: int) -> None:
         last, recall = self._recall
         if number == last and recall is not None:
             recall.done()
-
-    def _on_sleep(self, is_wanted: bool) -> None:
-        self._model.on_sleep(self._pass_on if is_wanted else None)
-
-    def _restore(self, seconds: float | None, keep_pinned: bool) -> None:
-        if self._weights is not None:
-            self._weights.restore(wait=seconds, keep_pinned=keep_pinned)
 
     def _release_more(self) -> None:
         if self._also is not None:

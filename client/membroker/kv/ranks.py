@@ -26,9 +26,8 @@ from .. import DEFERRED
 from ..errors import ClosedError, MembrokerError
 from ..ext import Closing, arguments, start_thread
 from ..types import MemoryStats, SleepRequest, SleepStatus
-from .engine import Fence
 from .lines import Line, answer, hang_up
-from .pages import Range
+from .pages import PoolPages, Range
 from .rank import CONNECTIONS, NO_ENGINE
 
 _AGAIN_SECONDS: Final = 0.005
@@ -38,11 +37,10 @@ _UNDO_SECONDS: Final = 1.0
 
 
 class Ranks(Closing):
-    """The pools of several processes as one: of the `Rank`s at `addresses`, with pages of `page_size` bytes.
+    """The pools of the `Rank`s at `addresses`, with pages of `page_size` bytes: the `Pages` of an `ElasticCache`.
 
-    They are the `Pages` of an `ElasticCache`, and the model that its brokers and operators ask. Offsets
-    count from the beginning of each pool, and the base address is 0. Every call raises `ClosedError` when a rank has
-    ended.
+    They are also the model that its brokers and operators ask. Offsets count from the beginning of each pool, and the
+    base address is 0. Every call raises `ClosedError` when a rank has ended.
     """
 
     base_address: Final = 0
@@ -73,21 +71,18 @@ class Ranks(Closing):
     ) -> None:
         """Back the ranges in every rank, or in none, as `VirtualMemoryPool.allocate_ranges` does in one.
 
-        The ranks are asked in their order. So if two engines want the last pages of several brokers, one of them gets
-        all of these pages. Raises the error of the first rank that is refused.
+        The ranks are asked in their order. Raises the error of the first rank that is refused.
         """
         until = None if timeout is None else time.monotonic() + arguments.seconds_of("timeout", timeout)
         with ExitStack() as undo:
             for rank in self._ranks:
                 left = None if until is None else max(0.0, until - time.monotonic())
-                rank.ask("allocate", ranges, left, ahead, wanted_bytes)
+                rank.ask("allocate", ranges, timeout=left, ahead=ahead, wanted_bytes=wanted_bytes)
                 undo.callback(rank.release, ranges)
             undo.pop_all()
 
-    def free_ranges(self, ranges: Sequence[Range], *, after: Fence | None = None) -> None:
-        """Release the ranges in every rank. No rank waits for its device: the engine has passed `after`, or ends."""
-        if after is not None:
-            after.synchronize()
+    def free_ranges(self, ranges: Sequence[Range], *, is_over: bool = False) -> None:
+        """Release the ranges in every rank. No rank waits for its device: its work is over, or the engine ends."""
         for rank in self._ranks:
             rank.release(ranges)
 
@@ -162,6 +157,10 @@ class Ranks(Closing):
             return is_awake
 
 
+Pages = PoolPages | Ranks
+"""Where an `ElasticCache` has its memory: in one pool, or in the pools of all ranks."""
+
+
 class RankWeights:
     """The weights of all ranks, with the methods of a pool that a `Sleeper` calls."""
 
@@ -186,7 +185,7 @@ class RankWeights:
 
         Raises what the first rank raises that is refused. The others keep what they have, and the next call goes on.
         """
-        _ask_all(self._ranks, "restore", wait, keep_pinned)
+        _ask_all(self._ranks, "restore", timeout=timeout, keep_pinned=keep_pinned)
 
     def stats(self) -> MemoryStats:
         """Return the figures of the rank that has the most on the host."""
@@ -249,11 +248,11 @@ class _RankLink(Closing):
         self.heard.close()
 
 
-def _ask_all(ranks: Sequence[_RankLink], name: str, *arguments: object) -> None:
+def _ask_all(ranks: Sequence[_RankLink], name: str, **options: object) -> None:
     """Ask all ranks at the same time, and wait until all have answered. Raises the first error."""
     errors: list[MembrokerError] = []
     for rank in ranks:
-        rank.ask.begin(name, *arguments)
+        rank.ask.begin(name, **options)
     for rank in ranks:
         try:
             rank.ask.end()

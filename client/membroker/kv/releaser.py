@@ -14,7 +14,7 @@ from ..errors import ClosedError
 from .borrower import GroupBorrower
 from .engine import Engine, Fence
 from .layout import Layout
-from .pages import Pages
+from .ranks import Pages
 from .state import FENCE_SECONDS, LOOK_SECONDS, CacheRecall, CacheState
 
 logger: logging.Logger = logging.getLogger("membroker")
@@ -119,7 +119,7 @@ class Releaser:
                 break  # a graph is being captured
             try:
                 if fence.query() and self._state.leave(group, fence):
-                    self._unmap(group, fence)
+                    self._unmap(group)
             except ClosedError:
                 raise
             except Exception as error:  # noqa: BLE001 - raised below
@@ -129,9 +129,9 @@ class Releaser:
         if failure is not None:
             raise failure
 
-    def _unmap(self, group: int, fence: Fence) -> None:
+    def _unmap(self, group: int) -> None:
         try:
-            self._pages.free_ranges(self._layout.ranges(group), after=fence)
+            self._pages.free_ranges(self._layout.ranges(group), is_over=True)
         except BaseException:
             self._state.stayed(group)
             raise

@@ -67,10 +67,10 @@ def differences(used: Iterable[Member]) -> Iterator[str]:
                 yield f"{place}.{name} takes ({', '.join(names)}), not ({', '.join(expected)})"
 
 
-def check(integration: str, written_for: str, installed: str, found: Iterator[str]) -> None:
-    """Raise `InvalidRequest` with the first difference, if there is one."""
+def check(integration: str, written_for: str, installed: str, used: Iterable[Member]) -> None:
+    """Raise `InvalidRequest` with the first thing that the installed engine lacks, if there is one."""
     try:
-        first = next(found, None)
+        first = next(differences(used), None)
     except (ImportError, AttributeError) as error:
         first = str(error)
     if first is not None:

@@ -39,12 +39,12 @@ def test_the_command_says_which_engine_it_starts(command: str, engine: str | Non
 
 
 def test_vllm_gets_what_it_lacks() -> None:
-    added = vllm.arguments(["vllm", "serve", "m"], 60 << 30)
-    assert added.words[::2] == OURS
-    values = dict(zip(added.words[::2], added.words[1::2], strict=True))
+    words, variables = vllm.arguments(["vllm", "serve", "m"], 60 << 30)
+    assert words[::2] == OURS
+    values = dict(zip(words[::2], words[1::2], strict=True))
     assert json.loads(values["--kv-transfer-config"])["kv_connector"] == "Membroker"
     assert values["--kv-cache-memory-bytes"] == str(60 << 30)
-    assert not added.variables
+    assert not variables
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_vllm_gets_what_it_lacks() -> None:
     ],
 )
 def test_what_the_user_gives_stays(given: str, flag: str) -> None:
-    added = vllm.arguments(["vllm", "serve", "m", *shlex.split(given)], 1 << 30)
-    assert added.words[::2] == tuple(name for name in OURS if name != flag)
+    words, _ = vllm.arguments(["vllm", "serve", "m", *shlex.split(given)], 1 << 30)
+    assert words[::2] == [name for name in OURS if name != flag]
 
 
 @pytest.mark.parametrize("given", [["--kv-transfer-config", OTHER], [f"--kv-transfer-config={OTHER}"]])
@@ -76,7 +76,7 @@ def test_what_is_in_the_file_of_config_is_given(tmp_path: Path) -> None:
     """vLLM lets the command line win over the file, so what is in the file is not added again."""
     file = tmp_path / "vllm.yaml"
     command = ["vllm", "serve", "--config", str(file)]
-    assert vllm.arguments(command, 1).words[::2] == OURS, "vLLM says that there is no such file"
+    assert vllm.arguments(command, 1)[0][::2] == OURS, "vLLM says that there is no such file"
     file.write_text(
         "model: m  # kv-transfer-config: none\n"
         "# worker-cls: mine.Worker\n"
@@ -87,14 +87,14 @@ def test_what_is_in_the_file_of_config_is_given(tmp_path: Path) -> None:
         "  worker-cls: 7\n"
         "port: 8001\n"
     )
-    assert vllm.arguments(command, 1).words[::2] == ("--worker-cls", "--gpu-memory-utilization")
+    assert vllm.arguments(command, 1)[0][::2] == ["--worker-cls", "--gpu-memory-utilization"]
     file.write_text("kv-transfer-config:\n  kv_connector: Other\nserved-model-name: Membroker\n")
     with pytest.raises(InvalidRequest, match="names another connector"):
         vllm.arguments(command, 1)
 
 
 def test_sglang_gets_what_it_lacks() -> None:
-    added = sglang.arguments(["sglang", "serve"], 1 << 30)
-    assert added.words == ("--page-size", "64")
-    assert settings_of(added.variables[VARIABLE]) == SglangSettings(capacity=1 << 30)
-    assert sglang.arguments(["sglang", "serve", "--page-size=32"], 1).words == ()
+    words, variables = sglang.arguments(["sglang", "serve"], 1 << 30)
+    assert words == ["--page-size", "64"]
+    assert settings_of(variables[VARIABLE]) == SglangSettings(capacity=1 << 30)
+    assert sglang.arguments(["sglang", "serve", "--page-size=32"], 1)[0] == []

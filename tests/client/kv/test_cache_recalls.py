@@ -49,8 +49,7 @@ def test_requests_are_preempted_and_finish_later(lender: Recalled) -> None:
     engine = an_engine()
     with busy(lender, engine, requests=4, blocks=6) as cache:
         recall = lender.recall(8 * PAGE)
-        step(cache, engine)
-        until(lambda: recall.answers)
+        steps(cache, engine, lambda: recall.answers)
         assert recall.remaining == 0
         assert 1 <= engine.preempted < 4
         assert engine.running, "one request has its memory still"

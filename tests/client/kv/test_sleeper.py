@@ -184,7 +184,7 @@ def test_nothing_is_asked_for_while_it_sleeps() -> None:
     assert not state.want(4)
     assert state.question() is None
     state.resume()
-    assert state.question() == (0, True)
+    assert state.question() == ([0, 1, 2, 3], True)
 
 
 def test_a_busy_engine_does_not_sleep(lender: Slept) -> None:

@@ -280,9 +280,6 @@ class Passed:
         self.looks += 1
         return self._ranks.passed() >= 1
 
-    def synchronize(self) -> None:
-        pass
-
 
 def test_a_rank_that_dies_is_no_surprise_to_the_scheduler(start: Start) -> None:
     """Its thread goes on until the engine ends it: only the threads of the cache have ended."""

@@ -20,6 +20,7 @@ from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from ...errors import InvalidRequest
+from ...ext import arguments
 from . import seams
 from .memory import SglangMemory
 from .settings import check_supported, settings_of
@@ -77,8 +78,9 @@ def _configure(config: Any, **options: Any) -> None:
 
 def _available_bytes(original: Callable[..., int], config: Any, pre_model_load_memory: Any) -> int:
     """Around `_profile_available_bytes`: the cache is as large as `capacity`, whatever the GPU has free."""
-    capacity = current().capacity
-    return original(config, pre_model_load_memory) if capacity is None else capacity
+    if (capacity := current().settings.capacity) is None:
+        return original(config, pre_model_load_memory)
+    return arguments.bytes_of("capacity", capacity)
 
 
 def _create_buffers(original: Callable[[Any], None], kvcache: Any) -> None:

@@ -48,19 +48,13 @@ class SglangMemory:
         index = config.gpu_id if device.type == "cuda" else None
         if lent.type != device.type or lent.index != index:
             raise InvalidRequest(f"this engine computes on {device} {index}, and the broker lends memory of {lent}")
-        self._cache: ElasticCache | None = None
-        self._allocator: Allocator | None = None
+        self._cache: ElasticCache
+        self._allocator: Allocator
         self.blocks: SglangBlocks
         """The scheduler's pages and requests, once it is attached."""
         self._sleeper: Sleeper
 
     # At the start
-
-    @property
-    def capacity(self) -> int | None:
-        """How many bytes of addresses the cache has, or None for what SGLang finds free."""
-        capacity = self.settings.capacity
-        return None if capacity is None else arguments.bytes_of("capacity", capacity)
 
     def create_buffers(self, kvcache: Any, original: Callable[[Any], None]) -> None:
         """Let SGLang make the KV tensors of `kvcache` as addresses of a pool, and map its page 0."""
@@ -101,7 +95,7 @@ class SglangMemory:
 
     def allocator(self, plain: Any) -> Allocator:
         """Return the allocator in place of SGLang's own."""
-        if self._cache is None:
+        if not hasattr(self, "_cache"):
             raise InvalidRequest("SGLang has made a KV cache that membroker.kv.sglang does not serve")
         self._allocator = Allocator(plain)
         assert self._allocator.pages == self._cache.layout.blocks
@@ -110,12 +104,12 @@ class SglangMemory:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Keep the library's threads away from the device while SGLang captures its graphs."""
-        with self._opened.capturing(), self._client.defer_recalls():
+        with self._cache.capturing(), self._client.defer_recalls():
             yield
 
     def attach(self, scheduler: Any) -> None:
         """Begin to serve: the scheduler has no request yet."""
-        tree, allocator = scheduler.tree_cache, self._allocator
+        tree, allocator = scheduler.tree_cache, getattr(self, "_allocator", None)
         if allocator is None or scheduler.token_to_kv_pool_allocator is not allocator:
             raise InvalidRequest("SGLang has an allocator that membroker.kv.sglang does not serve")
         kinds = type(tree).__name__, type(getattr(tree, "tree_core", None)).__name__
@@ -125,9 +119,9 @@ class SglangMemory:
         self.blocks = SglangBlocks(
             scheduler, allocator, (lambda: _Fence(scheduler.forward_stream)) if is_cuda else Over
         )
-        self._opened.attach(self.blocks)
+        self._cache.attach(self.blocks)
         also = torch.cuda.empty_cache if is_cuda else None
-        self._sleeper = Sleeper(self._opened, kept="they are SGLang's own memory", also=also)
+        self._sleeper = Sleeper(self._cache, kept="they are SGLang's own memory", also=also)
 
     # In the scheduler's loop
 
@@ -137,29 +131,23 @@ class SglangMemory:
         was_preempting = blocks.is_preempting
         blocks.begin(running, last)
         is_idle = blocks.is_idle
-        self._opened.turn(is_idle=is_idle)
+        self._cache.turn(is_idle=is_idle)
         if not is_idle:
             self._sleeper.wake()
         if blocks.has_grown or was_preempting:
             blocks.has_grown = False
             running.batch_is_full = blocks.is_preempting  # if not, SGLang looks at waiting requests again
         if blocks.is_starved:
-            self._opened.wait(0.0)  # raises if no memory can come any more: else the scheduler would spin forever
-        if is_idle and self._opened.stats().going_bytes:
+            self._cache.wait(0.0)  # raises if no memory can come any more: else the scheduler would spin forever
+        if is_idle and self._cache.stats().going_bytes:
             # An idle scheduler spins. Each page that the other thread unmaps would then wait 5 ms for the interpreter.
             time.sleep(IDLE_SECONDS)
 
     @property
     def held_tokens(self) -> int:
         """How many tokens of SGLang's cache have no memory now."""
-        assert self._allocator is not None
         held: int = self._allocator.held_count * self._allocator.page_size
         return held
-
-    @property
-    def _opened(self) -> ElasticCache:
-        assert self._cache is not None
-        return self._cache
 
 
 def _parts(tensor: Any, blocks: int) -> list[Strided]:
@@ -180,7 +168,3 @@ class _Fence:
 
     def query(self) -> bool:
         return all(event.query() for event in self._events)
-
-    def synchronize(self) -> None:
-        for event in self._events:
-            event.synchronize()

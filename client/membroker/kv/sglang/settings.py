@@ -6,11 +6,11 @@ Owns the names in the variable `MEMBROKER_SGLANG`, and the refusals at the start
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from ...errors import InvalidRequest
-from ...ext import arguments
 from ..bounds import Bounds, check_names, refuse
 
 VARIABLE: Final = "MEMBROKER_SGLANG"
@@ -28,11 +28,7 @@ class SglangSettings(Bounds):
     """
 
     capacity: int | str | None = None
-
-    def __post_init__(self) -> None:
-        Bounds.__post_init__(self)
-        if self.capacity is not None:
-            arguments.bytes_of("capacity", self.capacity)
+    SIZES: ClassVar[tuple[str, ...]] = (*Bounds.SIZES, "capacity")
 
 
 def settings_of(text: str) -> SglangSettings:
@@ -47,41 +43,29 @@ def settings_of(text: str) -> SglangSettings:
     return SglangSettings(**found)
 
 
+_USUAL: Final[Mapping[str, object]] = {
+    **dict.fromkeys(("tp_size", "pp_size", "dp_size", "dcp_size", "attn_cp_size", "ep_size"), 1),
+    **dict.fromkeys(("speculative_algorithm", "radix_cache_backend", "dllm_algorithm")),
+    **dict.fromkeys(("enable_unified_memory", "enable_hierarchical_cache", "enable_hisparse", "enable_lmcache"), False),
+    **dict.fromkeys(("enable_flexkv", "enable_unified_cache_external_linker", "enable_streaming_session"), False),
+    **dict.fromkeys(("enable_session_radix_cache", "enable_memory_saver", "enable_pdmux"), False),
+    "disaggregation_mode": "null",
+    "kv_canary": "none",
+}
+"""What these arguments are without their options. With another value membroker cannot serve, or was never tested."""
+
+
 def check_supported(args: Any, *, is_recurrent: bool, is_window: bool, is_sparse: bool, sizes_late: bool) -> None:
     """Raise `InvalidRequest` for a `ServerArgs` or a kind of model that cannot be kept right, or was never tested."""
     refusals = {
-        "runs one GPU per engine: set the sizes of tensor, pipeline, data and context parallelism to 1": any(
-            getattr(args, name) != 1
-            for name in ("tp_size", "pp_size", "dp_size", "dcp_size", "attn_cp_size", "ep_size")
-        ),
+        f"does not serve an engine with --{name.replace('_', '-')}: leave it out": getattr(args, name) != usual
+        for name, usual in _USUAL.items()
+    } | {
         "does not serve models with Mamba or linear attention": is_recurrent,
         "does not serve a KV cache with sliding windows apart: add --disable-hybrid-swa-memory": is_window,
         "does not serve models with sparse attention": is_sparse,
-        "does not support unified memory: leave --enable-unified-memory out": args.enable_unified_memory,
-        "does not support speculative decoding: leave --speculative-algorithm out": (
-            args.speculative_algorithm is not None
-        ),
-        "does not support a hierarchical cache: leave --enable-hierarchical-cache, --enable-hisparse, "
-        "--enable-lmcache, --enable-flexkv and --enable-unified-cache-external-linker out": any(
-            (
-                args.enable_hierarchical_cache,
-                args.enable_hisparse,
-                args.enable_lmcache,
-                args.enable_flexkv,
-                args.enable_unified_cache_external_linker,
-            )
-        ),
-        "does not support disaggregation: leave --disaggregation-mode out": args.disaggregation_mode != "null",
-        "does not support another prefix cache: leave --radix-cache-backend, --enable-streaming-session and "
-        "--enable-session-radix-cache out": (
-            args.radix_cache_backend is not None or args.enable_streaming_session or args.enable_session_radix_cache
-        ),
-        "does not support the memory saver: leave --enable-memory-saver out": args.enable_memory_saver,
         "does not support this KV cache: set --kv-cache-dtype to auto, bf16, fp8_e4m3 or fp8_e5m2": (
             args.kv_cache_dtype not in ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
-        ),
-        "was not tested with diffusion models, PD multiplexing, or a KV canary": (
-            args.dllm_algorithm is not None or args.enable_pdmux or args.kv_canary != "none"
         ),
         "replaces SGLang's own sizing after graph capture: leave SGLANG_ENABLE_POST_CAPTURE_KV_SIZING out": sizes_late,
         f"needs --page-size of at least {MIN_PAGE_TOKENS} tokens: 64 is a good choice": (

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Final
 
 from ...errors import InvalidRequest
-from ..command import Added, Options
+from ..command import Options
 
 TRANSFER: Final = '{"kv_connector":"Membroker","kv_connector_module_path":"membroker.kv.vllm","kv_role":"kv_producer"}'
 
 
-def arguments(command: Sequence[str], capacity: int) -> Added:
-    """Return what a command of vLLM lacks. `capacity` is how many bytes of addresses its cache gets.
+def arguments(command: Sequence[str], capacity: int) -> tuple[list[str], dict[str, str]]:
+    """Return what a command of vLLM lacks: words at its end, and no variables.
 
-    Raises `InvalidRequest` if its own options keep the cache from being elastic.
+    `capacity` is how many bytes of addresses its cache gets. Raises `InvalidRequest` if the command's own options keep
+    the cache from being elastic.
     """
     given = Options(command)
     transfer = given.text_of("kv-transfer-config")
@@ -29,6 +31,5 @@ def arguments(command: Sequence[str], capacity: int) -> Added:
         "kv-cache-memory-bytes": str(capacity),
         "gpu-memory-utilization": "0.05",  # vLLM does not start unless this part of the GPU is free
     }
-    return Added(
-        tuple(w for name, value in needed.items() if given.text_of(name) is None for w in (f"--{name}", value))
-    )
+    lacking = [(f"--{name}", value) for name, value in needed.items() if given.text_of(name) is None]
+    return list(chain.from_iterable(lacking)), {}

@@ -13,7 +13,7 @@ import os
 from contextlib import suppress
 from typing import Any
 
-from ..model_names import sample
+from ..model_names import files_of
 from .settings import WeightSettings
 
 
@@ -87,24 +87,12 @@ def _files(model: str) -> Any:
     A checkpoint that is written to the same path again is another one. Where all files have one time, as in an image
     that can be built again, only the sample tells one fine-tuned model from another.
     """
-    root = os.path.realpath(model)
-    if os.path.isdir(model):
-        found = [os.path.join(root, name) for name in sorted(os.listdir(root)) if name.endswith(_WEIGHTS)]
-    elif os.path.isfile(model):
-        found = [root]
-    else:
+    if not os.path.exists(model):
         return model
-    stats = [os.stat(path) for path in found]
-    return [
-        root,
-        [
-            (path, stat.st_size, stat.st_mtime_ns, sample(path, stat.st_size, len(found)))
-            for path, stat in zip(found, stats, strict=True)
-        ],
-    ]
+    root = os.path.realpath(model)
+    return [root, [(path, stat.st_size, stat.st_mtime_ns, sample) for path, stat, sample in files_of(root)]]
 
 
 _HUBS = ("HF_ENDPOINT", "VLLM_USE_MODELSCOPE")
 _PREPACKING = ("VLLM_CPU_MOE_PREPACK", "VLLM_ZENTORCH_WEIGHT_PREPACK")
 """What vLLM leaves out of its own factors, because compiled code does not depend on it."""
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf", ".index.json", "config.json")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -56,13 +56,16 @@ class VllmMemory:
         self._name = settings.name(config.model_config.served_model_name, logger)
         if settings.weights == BORROWED and loaded is None:
             raise InvalidRequest('"weights": "borrowed" needs --worker-cls membroker.kv.vllm.Worker')
-        self.weights = loaded
+        self._ending = ExitStack()
+        self.weights_pool: VirtualMemoryPool | None = None
+        """The pool of borrowed weights, or None for weights that are vLLM's own."""
+        if loaded is not None:
+            self.weights_pool = self._ending.enter_context(closing(loaded)).pool
         self._capture: Capture | None = None
-        self._tensors: list[Strided] = []
-        self._client: Client | None = None
-        self._model: Model | None = None
-        self._pool: VirtualMemoryPool | None = None
-        self._cache: ElasticCache | None = None
+        self._client: Client
+        self._model: Model
+        self._pool: VirtualMemoryPool
+        self._cache: ElasticCache
         self.sleeper: Sleeper | None = None
         """The engine's, if its scheduler is in this process."""
         self.rank: Rank | None = None
@@ -74,7 +77,8 @@ class VllmMemory:
 
     def capture(self, device: Any) -> Capture:
         """Connect to the broker, reserve addresses, and return the mode that makes vLLM's one KV buffer of them."""
-        self._client = connect(endpoint_of(self.settings.endpoint, self._config.parallel_config))
+        endpoint = endpoint_of(self.settings.endpoint, self._config.parallel_config)
+        self._client = self._ending.enter_context(connect(endpoint))
         self._model = self._client.model(self._name, limit=self.settings.limit)
         lent = self._tensor_device = device_of(self._model.driver.device)
         if lent.type != device.type or device.index not in (None, lent.index):
@@ -108,14 +112,14 @@ class VllmMemory:
 
         The warm-up begins after that, and ends when the scheduler takes over.
         """
-        pool, model, settings = self._pool, self._model, self.settings
-        if self._capture is None or pool is None or model is None or self._client is None or not self._capture.ranges:
+        if self._capture is None or not self._capture.ranges:
             raise InvalidRequest(
                 "vLLM has allocated its KV cache elsewhere: this worker of vLLM is not supported, or "
                 "--kv-cache-memory-bytes is less than a page"
             )
-        self._tensors = self.parts(pool.base_address)
-        layout = Layout(pool.base_address, pool.page_size, self._cache_config.num_blocks, self._tensors)
+        pool, model, settings = self._pool, self._model, self.settings
+        parts = self.parts(pool.base_address)
+        layout = Layout(pool.base_address, pool.page_size, self._cache_config.num_blocks, parts)
         needs = needs_of(self._config, self._cache_config.kv_cache_groups)
         longest = self._config.model_config.max_model_len
         size = bytes_of_first(layout, 1 + min(layout.blocks - 1, sum(need.most for need in needs)))
@@ -125,7 +129,7 @@ class VllmMemory:
         first = min(layout.blocks, 1 + self._warm_up_blocks(needs))
         needed = bytes_of_first(layout, first)
         say_wait(needed, model, logger)
-        self._cache = settings.elastic(pool, layout)
+        self._cache = self._ending.enter_context(settings.elastic(pool, layout))
         if not self._cache.prepare(first, START_SECONDS):
             raise InvalidRequest(
                 f"the broker did not lend the {format_size(needed)} that vLLM's warm-up needs within "
@@ -133,7 +137,8 @@ class VllmMemory:
             )
         if settings.swap_space is not None:
             size = arguments.bytes_of("swap_space", settings.swap_space)
-            self.swap_space = SwapSpace(model.source, layout, size, on_gpu=self._tensor_device.type == "cuda")
+            space = SwapSpace(model.source, layout, size, on_gpu=self._tensor_device.type == "cuda")
+            self.swap_space = self._ending.enter_context(closing(space))
             logger.info("membroker: pinned %s of host memory for the KV cache of preempted requests", format_size(size))
         logger.info(
             "membroker: the KV cache of model %r is %s, in %d groups of %d MiB: %d blocks for %d groups of layers, "
@@ -163,20 +168,19 @@ class VllmMemory:
         requests: int = scheduler.max_num_seqs
         return max(one_step, requests * blocks(each))
 
-    def warmed_up(self) -> None:
-        """End the warm-up, and charge the model for what vLLM has allocated by itself, if the user asked for that."""
-        self._warm_up.close()
-        self._declare()
+    def _end_warm_up(self) -> None:
+        """Let the library's threads go on, and charge the model for vLLM's own memory, if the user asked for that.
 
-    def _declare(self) -> None:
-        """Let the broker charge the model. Raises `OutOfMemory` if the books have no room for it."""
+        Raises `OutOfMemory` if the books have no room for it.
+        """
+        self._warm_up.close()
+        self.launched.begin(0, 0)
         size = self.settings.declare
         if size is None:
             return
         if size == AUTO:
             device = self._tensor_device
             size = torch.cuda.memory_reserved(device) + CONTEXT_BYTES if device.type == "cuda" else 0
-        assert self._model is not None
         self._model.declare(size)
         logger.info(
             "membroker: declared %s of memory that vLLM allocates itself",
@@ -187,9 +191,7 @@ class VllmMemory:
 
     def take_cache(self) -> ElasticCache:
         """Return the cache, for the scheduler in this process."""
-        assert self._cache is not None
-        self.warmed_up()
-        self.launched.begin(0, 0)
+        self._end_warm_up()
         return self._cache
 
     def serve(self) -> tuple[str, tuple[Any, ...]]:
@@ -197,16 +199,12 @@ class VllmMemory:
 
         Returns the address for its `Ranks`, and the arguments of its `Layout`, in which the pool begins at 0.
         """
-        assert self._cache is not None
-        assert self._pool is not None
-        self.warmed_up()
+        self._end_warm_up()
         self._cache.close()
-        self.launched.begin(0, 0)
-        pool = self._pool
-        tensors = tuple(replace(tensor, address=tensor.address - pool.base_address) for tensor in self._tensors)
-        arguments = (0, pool.page_size, self._cache_config.num_blocks, tensors)
-        self.rank = Rank(pool, self.launched.passed, weights=self.weights_pool, also=self.empty_torch)
-        return self.rank.address, arguments
+        layout = self._cache.layout
+        tensors = tuple(replace(tensor, address=tensor.address - layout.base) for tensor in layout.tensors)
+        self.rank = Rank(self._pool, self.launched.passed, weights=self.weights_pool, also=self.empty_torch)
+        return self.rank.address, (0, layout.page_size, layout.blocks, tensors)
 
     def empty_torch(self) -> None:
         """Release what PyTorch keeps for its next use."""
@@ -221,10 +219,10 @@ class VllmMemory:
         global _current
         if _current is self:
             _current = None
-        for owned in (self.swap_space, self.sleeper, self._cache, self._client, self.weights):
-            with suppress(MembrokerError):  # the memory goes with this process
-                if owned is not None:
-                    owned.close()
+        if self.sleeper is not None:
+            self.sleeper.close()
+        with suppress(MembrokerError):  # the memory goes with this process
+            self._ending.close()
 
     @property
     def _charged_besides(self) -> int:
@@ -233,16 +231,12 @@ class VllmMemory:
         declared = 0 if size is None or size == AUTO else arguments.bytes_of("declare", size)
         return declared + (0 if pool is None else pool.physical_usage_bytes)
 
-    @property
-    def weights_pool(self) -> VirtualMemoryPool | None:
-        """The pool of borrowed weights, or None for weights that are vLLM's own."""
-        return None if self.weights is None else self.weights.pool
-
 
 def page_size_of(parts: Sequence[Strided]) -> int:
     """Return the size of a page: larger where one has all layers, so that growth needs few of them.
 
-    A page stays as long as any block in it is used, so it has no more blocks than a few requests take.
+    A page stays as long as any block in it is used. So it has 8 to 256 blocks, and few of them if it gets large: it is
+    then rarely used by more than one request.
     """
     if len(parts) > 1:
         return _LEAST_PAGE

@@ -16,7 +16,12 @@ logger: logging.Logger = logging.getLogger("vllm.membroker")  # vLLM shows only 
 def register() -> None:
     """Register the connector, and the loader unless this vLLM lacks what it is made of."""
     last_line.begin()
-    _register_connector()
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        KVConnectorFactory.register_connector("Membroker", "membroker.kv.vllm", "Membroker")
+    except (ImportError, ValueError) as error:  # a name may be registered once
+        logger.warning('"kv_connector": "Membroker" is not available with this vLLM: %s', error)
     try:
         from vllm.model_executor.model_loader import register_model_loader
 
@@ -25,13 +30,3 @@ def register() -> None:
         logger.warning("--load-format membroker is not available with this vLLM: %s", error)
         return
     register_model_loader("membroker")(Loader)
-
-
-def _register_connector() -> None:
-    """Let `--kv-transfer-config` find the connector by its name alone."""
-    try:
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-        KVConnectorFactory.register_connector("Membroker", "membroker.kv.vllm", "Membroker")
-    except (ImportError, ValueError) as error:  # a name may be registered once
-        logger.warning('"kv_connector": "Membroker" is not available with this vLLM: %s', error)

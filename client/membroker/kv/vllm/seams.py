@@ -7,7 +7,6 @@ behave otherwise than those in `TESTED`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Final
 
 from .. import seams
@@ -35,7 +34,7 @@ MEMBERS: Final = seams.members(
         "distributed.kv_transfer.kv_connector.v1.base:SupportsHMA": "request_finished_all_groups(request, block_ids)",
         "distributed.kv_transfer.kv_connector.utils": "get_current_attn_backends(vllm_config)",
         "v1.attention.backends.utils": "get_supported_kv_cache_layouts(backends)",
-        "v1.core.kv_cache_manager:KVCacheManager": "get_block_ids(request_id)",
+        "v1.core.kv_cache_manager:KVCacheManager": "get_block_ids(request_id) watermark_blocks",
         "v1.core.kv_cache_manager:KVCacheBlocks": "get_block_ids()",
         "v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": "get_num_skipped_tokens(num_computed_tokens)",
         "v1.kv_cache_interface:KVCacheSpec": (
@@ -63,8 +62,8 @@ MEMBERS: Final = seams.members(
         "envs": "compile_factors()",
         "v1.kv_cache_layout:KVCacheLayout": "@is_block_outermost",
         "config:VllmConfig": (
-            "@num_lookahead_tokens offload_config lora_config weight_transfer_config compilation_config kernel_config "
-            "ec_transfer_config"
+            "@num_lookahead_tokens @num_speculative_tokens offload_config lora_config weight_transfer_config "
+            "compilation_config kernel_config ec_transfer_config speculative_config attention_config"
         ),
         "config:ModelConfig": (
             "@is_hybrid @is_attention_free is_encoder_decoder enable_sleep_mode enable_cumem_allocator "
@@ -100,16 +99,11 @@ MEMBERS: Final = seams.members(
 )
 
 
-def differences() -> Iterator[str]:
-    """Yield what the installed vLLM lacks, one by one."""
-    return seams.differences(MEMBERS)
-
-
 def check() -> None:
     """Raise `InvalidRequest` if the installed vLLM differs from the ones that this package was written for."""
     import vllm
 
-    seams.check("membroker.kv.vllm", f"vLLM {_WRITTEN_FOR}", f"vLLM {vllm.__version__}", differences())
+    seams.check("membroker.kv.vllm", f"vLLM {_WRITTEN_FOR}", f"vLLM {vllm.__version__}", MEMBERS)
 
 
 def warn() -> None:

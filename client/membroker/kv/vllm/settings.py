@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from ...errors import InvalidRequest
 from ...ext import arguments, names
@@ -41,14 +41,13 @@ class VllmSettings(Bounds):
     keep_pinned: bool = False
     declare: int | str | None = None
     swap_space: int | str | None = None
+    SIZES: ClassVar[tuple[str, ...]] = (*Bounds.SIZES, "swap_space")
 
     def __post_init__(self) -> None:
         _check_endpoint(self.endpoint)
         Bounds.__post_init__(self)
         if self.declare not in (None, AUTO):
             arguments.bytes_of("declare", self.declare)
-        if self.swap_space is not None:
-            arguments.bytes_of("swap_space", self.swap_space)
         if self.weights not in (OWN, BORROWED):
             raise InvalidRequest(f"weights is {OWN} or {BORROWED}, not {self.weights!r}")
         if not isinstance(self.keep_pinned, bool):

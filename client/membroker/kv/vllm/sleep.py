@@ -19,15 +19,12 @@ from .settings import BORROWED, endpoint_of, settings_in
 
 logger: logging.Logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
-LEND_SECONDS = 300.0
-"""How long the start of an engine waits for the memory of its weights."""
-SHARED = "other engines may use the same ones (--load-format membroker)"
-OWN = 'they are vLLM\'s own memory (give "weights": "borrowed" to release them, too)'
-
 
 def why_kept(config: Any) -> str:
     """Return in half a sentence why a sleeping engine keeps weights that are not borrowed."""
-    return SHARED if _is_shared(config) else OWN
+    if _is_shared(config):
+        return "other engines may use the same ones (--load-format membroker)"
+    return 'they are vLLM\'s own memory (give "weights": "borrowed" to release them, too)'
 
 
 def _is_shared(config: Any) -> bool:
@@ -35,7 +32,10 @@ def _is_shared(config: Any) -> bool:
 
 
 class VllmWeights:
-    """The weights of one engine, or of one rank. Their memory is in `pool`, or vLLM's own: then that is None."""
+    """The weights of one engine, or of one rank. Their memory is in `pool`, or vLLM's own: then that is None.
+
+    Raises `InvalidRequest` for weights that are not to be moved, or were never tried.
+    """
 
     def __init__(self, config: Any) -> None:
         self.pool: VirtualMemoryPool | None = None
@@ -43,20 +43,14 @@ class VllmWeights:
         self._settings = settings_in(config.kv_transfer_config)
         self._client: Client | None = None
         if self._settings.weights == BORROWED:
-            self._check()
-
-    def _check(self) -> None:
-        """Raise `InvalidRequest` for weights that are not to be moved, or were never tried."""
-        config = self._config
-        for what, applies in {
-            "are in the books already with --load-format membroker": _is_shared(config),
-            "were not tried with quantized models: kernels may know their addresses": (
-                config.model_config.quantization is not None
-            ),
-            "were not tried with LoRA": config.lora_config is not None,
-        }.items():
-            if applies:
-                raise InvalidRequest(f'borrowed weights {what}: leave "weights" out')
+            refusals = {
+                'are in the books already with --load-format membroker: leave "weights" out': _is_shared(config),
+                'were not tried with quantized models, whose kernels may know their addresses: leave "weights" out': (
+                    config.model_config.quantization is not None
+                ),
+                'were not tried with LoRA: leave "weights" out': config.lora_config is not None,
+            }
+            refuse("borrowed weights", refusals)
 
     def move(self, module: Any) -> None:
         """Move a module's parameters to a pool, if the user asked for that. It waits for the broker."""

@@ -30,10 +30,7 @@ class Scheduled:
         self._passed = passed
 
     def fence(self) -> StepFence:
-        """Return a fence behind all steps before this one, and behind what this one saves.
-
-        It is for blocks that this step does not use.
-        """
+        """Return a fence at the beginning of this step."""
         self.fenced = self.number
         return StepFence(self.number, self._passed)
 
@@ -51,9 +48,6 @@ class StepFence:
     def query(self) -> bool:
         """Return whether it has passed."""
         return self._number <= self._passed()
-
-    def synchronize(self) -> None:
-        """It is called only after `query` has returned True."""
 
 
 class Launched:

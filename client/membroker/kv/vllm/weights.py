@@ -180,7 +180,7 @@ class _Shared:
     def __init__(self, client: Client, book: str, digest: str, settings: WeightSettings) -> None:
         self.name = f"{book}/weights-{digest}"
         self.is_publisher = False
-        self._claim_name = f"{book}/loading-{digest}"
+        self._digest, self._claim_name = digest, f"{book}/loading-{digest}"
         self._client, self._model = client, client.model(book)
         self._deadline = time.monotonic() + settings.wait
         self._keep = settings.keep
@@ -192,7 +192,9 @@ class _Shared:
             if (found := self._attach()) is not None:
                 return found
             with suppress(SegmentExists):
-                claim = undo.enter_context(self._model.create_segment(_own(self._claim_name), 1, timeout=self._left()))
+                claim = undo.enter_context(
+                    self._model.create_segment(f"loading-{self._digest}", 1, timeout=self._left())
+                )
                 if (found := self._attach()) is not None:
                     claim.close()
                 return found
@@ -235,10 +237,6 @@ class _Shared:
 
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
-
-
-def _own(name: str) -> str:
-    return name.rpartition("/")[2]
 
 
 class _ReadOnly(TorchDispatchMode):  # type: ignore[misc]
