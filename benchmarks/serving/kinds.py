@@ -5,13 +5,15 @@ cache for the first time, the same burst again, and a request after a rest. Show
 the same tokens and how likely they are, and what the cache has at the start, at most and at rest.
 
 A burst that grows the cache is composed otherwise than plain vLLM's, and kernels round by that. The burst that comes
-again finds its memory, and is composed as plain vLLM's.
+again finds its memory, and is composed as plain vLLM's. With --turns the two and a plain vLLM with the same layout of
+its cache answer bursts in turn: what of the time is the layout's, and what the growth's.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -190,6 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit status."""
     parser = command.parser("benchmarks.serving.kinds", __doc__.splitlines()[0], outputs=["json"])
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS), metavar="KIND")
+    parser.add_argument("--turns", type=int, default=0, metavar="N", help="then N bursts of each in turn")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no further kind after so many seconds")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the engines' logs there")
     options = command.parse(parser, arguments)
@@ -208,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def start(name: str) -> None:
             started[name] = [
                 ending.enter_context(closing(_child(KINDS[name], way, name, daemon.endpoint(TENANT), logs)))
-                for way in ("plain", "membroker")
+                for way in ("plain", "membroker", *["plain in membroker's layout"] * bool(options.turns))
             ]
 
         for number, name in enumerate(options.kinds):
@@ -220,9 +223,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     start(other)
             row: dict[str, Any] = {"kind": name}
             try:
-                for way, child in zip(("plain", "membroker"), started[name], strict=True):
+                for way, child in zip(("plain", "membroker"), started[name], strict=False):
                     row[way] = _measure(child, KINDS[name], books if way == "membroker" else None, _model(name))
                 row["same"] = _compare(row["plain"], row["membroker"])
+                for child in started[name][2:]:
+                    child.hear(START_SECONDS)
+                row["turns"] = [_turn(started[name], KINDS[name]) for _ in range(options.turns)]
             except ChildFailed as error:
                 row["failed"] = str(error)
             for child in started[name]:
@@ -255,6 +261,7 @@ def _child(kind: Kind, way: str, name: str, endpoint: Path, logs: Path) -> Child
     }
     if "speculative_config" in keywords:
         keywords["speculative_config"] = {**keywords["speculative_config"], "model": _written("draft", logs)}
+    layout = {"VLLM_KV_CACHE_LAYOUT": "BLNHC"} if way.startswith("plain in") else {}
     if way == "membroker":
         keywords["kv_transfer_config"] = {
             "kv_connector": "Membroker",
@@ -269,9 +276,10 @@ def _child(kind: Kind, way: str, name: str, endpoint: Path, logs: Path) -> Child
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        **layout,
         _CHILD: "1",
     }
-    return Child("benchmarks.serving.kinds", keywords, environment, logs / f"{_model(name)}-{way}.log")
+    return Child("benchmarks.serving.kinds", keywords, environment, logs / f"{_model(name)}-{way.split()[-1]}.log")
 
 
 def _written(config: str, logs: Path) -> str:
@@ -318,6 +326,17 @@ def _measure(child: Child, kind: Kind, books: Any, model: str) -> dict[str, Any]
     return found
 
 
+def _turn(children: Sequence[Child], kind: Kind) -> dict[str, list[float]]:
+    """Return how long a burst takes in each engine, and how long a lone request after a rest."""
+    found: dict[str, list[float]] = {"burst": [], "lone": []}
+    for name, requests in (("burst", kind.requests), ("lone", 1)):
+        for child in children:
+            child.tell({"requests": requests, "prompt": 1000, "tokens": 128})
+            found[name].append(child.hear(ANSWER_SECONDS)["seconds"])
+        time.sleep(REST_SECONDS * (name == "burst"))
+    return found
+
+
 def _compare(plain: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
     """Return for each batch how many of the answers have the same tokens, and how likely the answers are on average."""
     same = {}
@@ -342,6 +361,10 @@ def _line(row: Mapping[str, Any]) -> str:
             f"{name} {plain[name]['seconds']:.2f} / {ours[name]['seconds']:.2f} s, {alike} of {of} same, "
             f"{here:.3f} / {there:.3f};"
         )
+    for name in ("burst", "lone") if row["turns"] else ():
+        each = zip(*[turn[name] for turn in row["turns"]], strict=True)
+        medians = " / ".join(f"{statistics.median(times):.3f}" for times in each)
+        parts.append(f"{len(row['turns'])} turns, {name} {medians} s;")
     sizes = [ours[name] / (1 << 20) for name in ("start_bytes", "peak_bytes", "rest_bytes")]
     return " ".join([*parts, "MiB at the start, at most, at rest: " + ", ".join(f"{size:.0f}" for size in sizes)])
 

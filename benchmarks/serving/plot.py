@@ -33,7 +33,7 @@ def draw(facts: Mapping[str, str], runs: Sequence[Run], path: Path) -> None:
         _first_tokens(axes[1][column], run)
     axes[0][0].set_ylabel("KV cache, GiB, stacked")
     axes[1][0].set_ylabel("seconds to the first token")
-    axes[0][0].legend(loc="upper left", fontsize=9, frameon=False)
+    axes[0][0].legend(loc="upper left", fontsize=9, framealpha=1)
     if len(by_load) > 1:
         _against_load(parts[1][0], [run for run in runs if run.trace == first.trace], by_load)
     figure.suptitle(
