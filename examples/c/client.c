@@ -5,6 +5,7 @@
  *
  * It opens a session, registers a model, borrows 130 pages, writes to them, publishes a segment, attaches it, reads it,
  * releases everything and says Goodbye. Every call waits for its answer, so there is one call in flight at a time. */
+#include <errno.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -180,7 +181,10 @@ static struct slice receive_frame(struct broker *broker, unsigned *kind)
     struct iovec buffer = {broker->frame, sizeof broker->frame};
     struct msghdr packet = {.msg_iov = &buffer, .msg_iovlen = 1, .msg_control = &control,
                             .msg_controllen = sizeof control};
-    ssize_t size = recvmsg(broker->socket, &packet, MSG_CMSG_CLOEXEC);
+    ssize_t size;
+    do
+        size = recvmsg(broker->socket, &packet, MSG_CMSG_CLOEXEC);
+    while (size < 0 && errno == EINTR); /* With a timeout, a stop and `fg` end the wait. */
     if (size < 0)
         perror("client: recvmsg");
     if (size <= 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.fake_broker import Caller, playing
 from tests.support.sizes import MIB
+from tests.support.workers import state_of
 
 SOURCE = Path(__file__).parents[2] / "examples" / "c" / "client.c"
 STRICT = ("-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Wpedantic", "-Werror")
@@ -74,6 +76,24 @@ def test_an_older_broker_is_told_apart(program: Path) -> None:
         done = caller.value()
         assert done.returncode == 1
         assert "too old" in done.stderr
+
+
+def test_a_stop_in_the_middle_of_a_wait_ends_nothing(program: Path) -> None:
+    """Ctrl-Z and `fg` while it waits for its Welcome, which it does with a timeout."""
+    with (
+        playing() as broker,
+        subprocess.Popen([program, broker.endpoint()], stderr=subprocess.PIPE, text=True) as process,
+    ):
+        assert broker.accept().client == "C example"
+        until(lambda: state_of(process.pid) == "S")
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: state_of(process.pid) == "T")
+        process.send_signal(signal.SIGCONT)
+        until(lambda: state_of(process.pid) == "S")
+        broker.welcome()
+        _, complaint = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 1
+    assert "too old" in complaint, "the Welcome has come"
 
 
 def test_no_broker(program: Path, tmp_path: Path) -> None:
