@@ -12,76 +12,47 @@ import socket
 import sys
 
 from membroker.v1 import broker_pb2
-from membroker.v1.handoff_pb2 import Ack, Delivery, Frame, Goodbye, Hello
+from membroker.v1.handoff_pb2 import Frame, Goodbye, Hello
 
 CONTROL_BYTES = socket.CMSG_SPACE(64 * 4)  # one packet brings at most 64 descriptors
 
 
-def receive(broker: socket.socket) -> tuple[Frame, list[int]]:
-    """Return the next frame and the descriptors that came with it, which the caller must close."""
+def ask(broker: socket.socket, frame: Frame) -> tuple[Frame, list[int]]:
+    """Send a frame. Return the answer, which has come in one packet, and the descriptors that came with it."""
+    broker.send(frame.SerializeToString())
     data, control, flags, _ = broker.recvmsg(65_536, CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC)
-    descriptors = array.array("i", b"".join(payload for _, _, payload in control))
-    frame = Frame.FromString(data)
-    if not data or flags & socket.MSG_CTRUNC or frame.reply.HasField("error"):
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise SystemExit(frame.reply.error.message or "the broker is gone, or this process is out of descriptors")
-    return frame, list(descriptors)
-
-
-def borrow(broker: socket.socket, request: Frame) -> tuple[list[int], list[mmap.mmap], int]:
-    """Ask for extents. Return their ids, their mappings, and how many packets of this connection were taken so far.
-
-    `request.acknowledged` is how many packets were taken before.
-    """
-    taken = request.acknowledged
-    ids: list[int] = []
-    mappings: list[mmap.mmap] = []
-    broker.send(request.SerializeToString())
-    while True:
-        frame, descriptors = receive(broker)
-        delivery: Delivery = frame.delivery
-        for extent_id, descriptor in zip(delivery.extent_ids, descriptors, strict=True):
-            mappings.append(mmap.mmap(descriptor, delivery.extent_bytes))  # MAP_SHARED, readable and writable
-            os.close(descriptor)
-            ids.append(extent_id)
-        taken += 1
-        if delivery.HasField("reply"):  # the call's last delivery: the next frame acknowledges it
-            return ids, mappings, taken
-        broker.send(Frame(acknowledged=taken, ack=Ack()).SerializeToString())  # the broker may wait for it
+    answer = Frame.FromString(data)
+    if not data or flags & socket.MSG_CTRUNC or answer.reply.HasField("error"):
+        raise SystemExit(answer.reply.error.message or "the broker is gone, or this process is out of descriptors")
+    return answer, list(array.array("i", b"".join(payload for _, _, payload in control)))
 
 
 def main(endpoint: str) -> None:
     """Open a session, register a model, borrow two pages, write to them, and release everything."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as broker:
         broker.connect(f"{endpoint}/handoff.sock")
-        broker.send(Frame(request_id=1, hello=Hello(protocol_version=1, client="bare")).SerializeToString())
-        frame, (notices,) = receive(broker)
-        welcome = frame.welcome
-        print(f"welcome: {welcome.tenant} on {welcome.driver}, granularity {welcome.granularity_bytes}")
+        answer, (notices,) = ask(broker, Frame(request_id=1, hello=Hello(protocol_version=1, client="bare")))
+        print(f"welcome: {answer.welcome.tenant} on {answer.welcome.driver}")
+        size = answer.welcome.granularity_bytes
         register = broker_pb2.RegisterModelRequest(model_id="bare")
-        broker.send(Frame(request_id=2, register_model=register).SerializeToString())
-        model = receive(broker)[0].reply.model.name
-        allocate = broker_pb2.AllocateExtentsRequest(model=model, extent_bytes=welcome.granularity_bytes, count=2)
-        ids, pages, taken = borrow(broker, Frame(request_id=3, allocate=allocate))
-        for number, page in enumerate(pages):
+        model = ask(broker, Frame(request_id=2, register_model=register))[0].reply.model.name
+
+        allocate = broker_pb2.AllocateExtentsRequest(model=model, extent_bytes=size, count=2)
+        answer, descriptors = ask(broker, Frame(request_id=3, allocate=allocate))
+        pages = [mmap.mmap(descriptor, size) for descriptor in descriptors]  # MAP_SHARED, readable and writable
+        for number, (page, descriptor) in enumerate(zip(pages, descriptors, strict=True)):
+            os.close(descriptor)
             page[:6] = b"page %d" % number
-        print(f"borrowed {len(ids)} pages for {model}: {', '.join(page[:6].decode() for page in pages)}")
+        print(f"borrowed {len(pages)} pages for {model}: {', '.join(page[:6].decode() for page in pages)}")
+
         for page in pages:  # unmap first: a release promises that nothing is mapped any more
             page.close()
-        release = broker_pb2.ReleaseExtentsRequest(extent_ids=ids)
-        broker.send(Frame(request_id=4, acknowledged=taken, release=release).SerializeToString())
-        print(f"released {receive(broker)[0].reply.release.released_bytes} bytes")
-        broker.send(Frame(request_id=5, goodbye=Goodbye()).SerializeToString())
-        print(f"last answer: {receive(broker)[0].reply.WhichOneof('result')}")
+        release = broker_pb2.ReleaseExtentsRequest(extent_ids=answer.delivery.extent_ids)
+        answer, _ = ask(broker, Frame(request_id=4, acknowledged=1, release=release))  # one packet has been taken
+        print(f"released {answer.reply.release.released_bytes} bytes")
+        print(f"last answer: {ask(broker, Frame(request_id=5, goodbye=Goodbye()))[0].reply.WhichOneof('result')}")
         os.close(notices)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        print("usage: python examples/bare_client.py ENDPOINT     (see the top of the file)", file=sys.stderr)
-        sys.exit(2)
-    try:
-        main(sys.argv[1])
-    except OSError as error:
-        raise SystemExit(f"no broker at {sys.argv[1]}: {error}") from None
+    main(sys.argv[1])

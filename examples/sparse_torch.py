@@ -15,52 +15,40 @@ except ImportError as error:
     raise SystemExit(f"this example needs PyTorch: {error}") from None
 
 BLOCKS = 4096
-TOKENS, HEADS, WIDTH = 1024, 8, 128
-"""How many tokens a block has. With keys and values it has 4 MiB, which is one tile."""
+BLOCK = (2, 1024, 8, 128)
+"""Keys and values, tokens, heads, width: 4 MiB in bfloat16, which is one tile."""
 
 
-class PagedCache:
-    """Keys and values in blocks. Kernels need only the number of a block, because the stride is constant."""
+def take(cache: membroker.SparseArray, count: int) -> list[int]:
+    """Give free blocks memory: all of them, or an error that changes nothing."""
+    taken = set(cache.tiles())
+    blocks = [block for block in range(BLOCKS) if block not in taken][:count]
+    cache.back(*blocks)
+    return blocks
 
-    def __init__(self, model: membroker.Model) -> None:
-        self.array = model.sparse_array((BLOCKS, 2, TOKENS, HEADS, WIDTH), "BF16", tile_rows=1)
 
-    def take(self, count: int) -> list[int]:
-        """Take free blocks for a request: all of them, or an error that changes nothing."""
-        taken = set(self.array.tiles())
-        blocks = [block for block in range(BLOCKS) if block not in taken][:count]
-        self.array.back(*blocks)
-        return blocks
-
-    def block(self, number: int) -> torch.Tensor:
-        """Return a block that was taken, (2, tokens, heads, width): its own memory, no copy."""
-        return torch.from_dlpack(self.array.tensor(number))[0]
+def block_of(cache: membroker.SparseArray, number: int) -> torch.Tensor:
+    """Return a block: its own memory, no copy. A kernel needs only its number, because the stride is constant."""
+    return torch.from_dlpack(cache.tensor(number))[0]
 
 
 def main() -> None:
     """Serve three requests within a limit that is enough for two."""
-    with membroker.connect() as client:
-        model = client.model("paged", limit="32MiB")
-        cache = PagedCache(model)
-        requests = [cache.take(4), cache.take(4)]
-        for number, blocks in enumerate(requests):
-            for block in blocks:
-                cache.block(block).fill_(number + 1)
-        print(f"two requests on {device_of(model.driver.device).type}: {cache.array.physical_usage_bytes >> 20} MiB")
+    with membroker.connect() as client, client.model("paged", limit="32MiB") as model:
+        cache = model.sparse_array((BLOCKS, *BLOCK), "BF16", tile_rows=1)
+        first, second = take(cache, 4), take(cache, 4)
+        for block in (*first, *second):
+            block_of(cache, block).fill_(block)
+        print(f"two requests on {device_of(model.driver.device).type}: {model.used_bytes >> 20} MiB")
         try:
-            cache.take(4)
+            take(cache, 4)
         except membroker.OutOfMemory as refused:
-            print(
-                f"a third is refused: {refused.requested_bytes >> 20} MiB asked, "
-                f"{refused.available_bytes >> 20} MiB left"
-            )
-        cache.array.drop(*requests.pop(0))
-        third = cache.take(4)
-        print(f"the first request has ended: the third gets blocks {third}")
-        print(f"they begin as zeros: {not any(cache.block(block).any() for block in third)}", end="; ")
-        same = all((cache.block(block) == 2).all() for block in requests[0])
-        print(f"the second request's blocks are unchanged: {same}")
-        cache.array.close()
+            print(f"a third is refused: {refused.requested_bytes >> 20} MiB asked")
+        cache.drop(*first)
+        third = take(cache, 4)
+        print(f"the first has ended: the third gets blocks {third}", end="; ")
+        print(f"they begin as zeros: {not any(block_of(cache, block).any() for block in third)}", end="; ")
+        print(f"the second's are unchanged: {all((block_of(cache, block) == block).all() for block in second)}")
 
 
 if __name__ == "__main__":

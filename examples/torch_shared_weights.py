@@ -1,17 +1,11 @@
-"""Several torch workers share one copy of the weights of a transformers model, and all answer the same.
+"""Several torch workers share one copy of a module's weights, and all answer the same.
 
-python examples/torch_shared_weights.py [WORKERS]     (MEMBROKER_ENDPOINT, or the default endpoint; GPU or host driver)
-
-The model is a tiny Llama with random weights, so nothing is downloaded. Without transformers, a small
-model made with torch alone is used.
+python examples/torch_shared_weights.py     (MEMBROKER_ENDPOINT, or the default endpoint; a GPU or the host driver)
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
-import sys
-from typing import Any
 
 import membroker
 
@@ -22,13 +16,7 @@ try:
 except ImportError as error:
     raise SystemExit(f"this example needs PyTorch: {error}") from None
 
-try:
-    from transformers import LlamaConfig, LlamaForCausalLM
-except ImportError:
-    LlamaForCausalLM = None
-
-PROMPT = [[11, 7, 42, 3]]
-WORDS = 64
+WORKERS = 3
 
 
 def build() -> torch.nn.Module:
@@ -52,44 +40,20 @@ def worker(number: int) -> int:
         return answer(attach_module(segment, module))
 
 
-def worker(number: int, answers: Any) -> None:
-    """Attach the weights, answer, and print the tokens."""
-    with membroker.connect(client=f"worker-{number}") as client:
-        with without_weights():
-            module = build()
-        with client.attach("shared/weights") as segment:
-            attach_module(segment, module)
-            device = device_of(segment.span(0, 1).device)
-        answers.put((number, answer(module, device)))
-
-
-def main(count: int) -> None:
+def main() -> None:
     """Publish the weights, start the workers, and compare."""
-    print(f"the model is {build().__class__.__name__}", flush=True)
-    with membroker.connect() as client:
-        model = client.model("shared")
-        with publish_module(model, "weights", build()) as segment:
-            print(f"published {len(segment.index())} tensors in {segment.size >> 20} MiB", flush=True)
-            expected = answer(build().to(device_of(segment.span(0, 1).device)), device_of(segment.span(0, 1).device))
-        context = multiprocessing.get_context("spawn")
-        answers = context.Queue()
-        workers = [context.Process(target=worker, args=(number, answers)) for number in range(count)]
-        for one in workers:
-            one.start()
-        alike = [answers.get(timeout=300)[1] == expected for _ in workers]
-        for one in workers:
-            one.join()
-        print(f"{sum(alike)} of {count} workers answer {expected[len(PROMPT[0]) :]}", flush=True)
-        used = model.used_bytes
-        print(f"the model is charged {used >> 20} MiB, once for all workers", flush=True)
+    with membroker.connect() as client, client.model("shared") as model:
+        publish_module(model, "weights", build()).close()
+        expected = answer(build().to(device_of(model.driver.device)))
+        with multiprocessing.get_context("spawn").Pool(WORKERS) as workers:  # no session survives a fork
+            answers = workers.map(worker, range(WORKERS), chunksize=1)
+        print(f"{answers.count(expected)} of {WORKERS} workers answer {expected}")
+        print(f"the model is charged {model.used_bytes >> 20} MiB, once for all")
         client.delete_segment("shared/weights")
-    sys.exit(0 if all(alike) else 1)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Publish weights once, and attach them in WORKERS processes.")
-    parser.add_argument("workers", nargs="?", metavar="WORKERS", type=int, default=3, help="default: 3")
     try:
-        main(parser.parse_args().workers)
+        main()
     except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
         raise SystemExit(f"the example did not finish: {error}") from None

@@ -52,7 +52,7 @@ def test_it_borrows_writes_and_gives_back(daemon: Daemon) -> None:
     done = run(str(EXAMPLE), str(daemon.endpoint()))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
-        f"welcome: tenants/red on host, granularity {2 * MIB}",
+        "welcome: tenants/red on host",
         "borrowed 2 pages for tenants/red/models/bare: page 0, page 1",
         f"released {4 * MIB} bytes",
         "last answer: goodbye",

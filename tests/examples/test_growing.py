@@ -41,9 +41,8 @@ def test_a_conversation_that_grows(daemon: Daemon) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
     assert run(daemon, "growable_torch.py") == [
         "2200 tokens, 6 MiB are charged",
-        "the prompt's entries are unchanged: True; a query now gets another answer: True",
+        "the prompt's entries are where they were: True",
         "1000 tokens, 2 MiB are charged",
-        "the query gets its first answer again: True",
     ]
 
 
@@ -64,7 +63,7 @@ def test_a_paged_cache(daemon: Daemon) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
     assert run(daemon, "sparse_torch.py") == [
         "two requests on cpu: 32 MiB",
-        "a third is refused: 16 MiB asked, 0 MiB left",
-        "the first request has ended: the third gets blocks [0, 1, 2, 3]",
-        "they begin as zeros: True; the second request's blocks are unchanged: True",
+        "a third is refused: 16 MiB asked",
+        "the first has ended: the third gets blocks [0, 1, 2, 3]; they begin as zeros: True; "
+        "the second's are unchanged: True",
     ]

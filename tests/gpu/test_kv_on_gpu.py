@@ -1,4 +1,4 @@
-"""An elastic KV cache on a real GPU: the example engine serves from it, and its tokens are the same."""
+"""An elastic KV cache on a real GPU: a small engine serves from it, and its tokens are the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from membroker.vmm.cuda.driver import CudaDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "kv_engine.py"
+ENGINE = Path(__file__).parents[1] / "support" / "small_engine.py"
 
 
 def test_two_engines_in_turn(gpu: CudaDriver) -> None:
@@ -26,7 +26,7 @@ def test_two_engines_in_turn(gpu: CudaDriver) -> None:
     with on_gpu(gpu, {"capacity": "32MiB"}) as daemon:
         environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
         done = subprocess.run(
-            [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=200, check=False, env=environment
+            [sys.executable, str(ENGINE)], capture_output=True, text=True, timeout=200, check=False, env=environment
         )
         assert (done.returncode, done.stderr) == (0, "")
         found = re.findall(r"^(\w+): the same tokens: True; it borrowed ", done.stdout, re.MULTILINE)

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900), pytest.mark.usefixtures
 
 State = Callable[[str, str], None]
 SECONDS = 60
-EXAMPLE = ROOT / "examples" / "nccl_all_reduce.py"
+PROGRAM = ROOT / "tests" / "gpu" / "nccl_all_reduce.py"
 BASE = {"NCCL_NVLS_ENABLE": "0", "NCCL_DEBUG": "WARN"}
 SETTINGS: Mapping[str, Mapping[str, str]] = {
     "default": {},
@@ -68,10 +68,10 @@ def free_port() -> int:
 
 
 def outcome(daemons: list[Daemon], settings: Mapping[str, str], *options: str) -> str:
-    """Run the example, with a process for each broker or one for all; return `works`, or what failed and where."""
+    """Run the program, with a process for each broker or one for all; return `works`, or what failed and where."""
     endpoints = [str(daemon.endpoint()) for daemon in daemons]
     ranks = 1 if "--one-process" in options else len(daemons)
-    command = [sys.executable, str(EXAMPLE), *options, *endpoints]
+    command = [sys.executable, str(PROGRAM), *options, *endpoints]
     env = {**os.environ, **BASE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **settings}
     with tempfile.TemporaryDirectory(prefix="mb-") as directory, ExitStack() as stack:
         started = []

@@ -1,4 +1,4 @@
-"""The example engine with weights in a pool, as a process that an operator puts to sleep: a line is a command.
+"""The small engine with weights in a pool, as a process that an operator puts to sleep: a line is a command.
 
 `serve` prints a digest of the tokens. `long` does so slowly, and prints `begun` before.
 """
@@ -9,12 +9,10 @@ import hashlib
 import json
 import sys
 
-from examples.kv_engine import Engine, Model, elastic_engine, kv_tensor, serve
-
 import membroker
-from membroker.adapters.torch import device_of
+from membroker.adapters.torch import device_of, move_to_pool
 from membroker.kv import Sleeper
-from membroker.adapters.torch import move_to_pool
+from tests.support.small_engine import Engine, Model, elastic_engine, kv_tensor, serve
 
 
 def _digest(tokens: list[list[int]]) -> str:

@@ -122,13 +122,10 @@ def test_a_module_in_a_pool_of_torchs_is_published(daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        (
-            "torch_training.py",
-            ["every gradient is in borrowed memory: True", "torch refused it; the broker said: the model"],
-        ),
-        ("growable_torch.py", ["2200 tokens, 6 MiB are charged", "unchanged: True", "its first answer again: True"]),
+        ("torch_training.py", ["every gradient is in borrowed memory: True", "refused: the model"]),
+        ("growable_torch.py", ["2200 tokens, 6 MiB are charged", "where they were: True"]),
         ("sparse_torch.py", ["two requests on cuda: 32 MiB", "a third is refused: 16 MiB asked", "unchanged: True"]),
-        ("torch_turns.py", ["worker 2 is refused", "worker 2 serves with 32 MiB: 2"]),
+        ("torch_turns.py", ["worker 2 is refused", "worker 2 serves with 32 MiB"]),
         ("torch_shared_weights.py", ["3 of 3 workers answer", "once for all"]),
         pytest.param(
             "transformers_torch_memory.py",

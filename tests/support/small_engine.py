@@ -3,7 +3,7 @@
 It needs PyTorch and a broker, and runs on the host driver too:
 
     membrokerd --driver host --capacity 32MiB &
-    python examples/kv_engine.py
+    python tests/support/small_engine.py
 
 Two engines serve in turn over one broker. Each needs more than half of the broker's memory, and releases it when it is
 done. The tokens are the same as those of an engine that has all of its memory from the beginning. docs/kv.md explains
@@ -80,9 +80,6 @@ class Done:
     def query(self) -> bool:
         """Return whether the work is over."""
         return True
-
-    def synchronize(self) -> None:
-        """Wait for nothing."""
 
 
 class Engine:
@@ -207,7 +204,7 @@ def elastic_engine(lender: membroker.Model, model: Model, device: torch.device) 
 def main() -> None:
     """Serve with all memory from the beginning, then with two engines that share the broker's memory."""
     with membroker.connect() as client:
-        lenders = [client.register_model(name, virtual_capacity="64MiB") for name in ("first", "second")]
+        lenders = [client.model(name, virtual_capacity="64MiB") for name in ("first", "second")]
         device = device_of(lenders[0].driver.device)
         model = Model(device)
         expected = serve(Engine(model, kv_tensor(device)))

@@ -1,9 +1,9 @@
 """NCCL over borrowed memory: one rank for each GPU, with that GPU's broker, or both GPUs in one process.
 
-torchrun --nproc-per-node 2 examples/nccl_all_reduce.py ENDPOINT ENDPOINT     rank N borrows at the Nth endpoint
+torchrun --nproc-per-node 2 tests/gpu/nccl_all_reduce.py ENDPOINT ENDPOINT     rank N borrows at the Nth endpoint
 python examples/nccl_all_reduce.py --one-process ENDPOINT ENDPOINT            one process at both endpoints
 
-With --own the example uses torch's own memory: a failure that also happens there is not caused by the broker.
+With --own the program uses torch's own memory: a failure that also happens there is not caused by the broker.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import membroker
 try:
     import torch
     import torch.distributed as dist
+    from torch.cuda import nccl
 except ImportError as error:
-    raise SystemExit(f"this example needs PyTorch: {error}") from None
+    raise SystemExit(f"this program needs PyTorch: {error}") from None
 
 SIZE = 256 << 20
 PAGE = 64 << 20
@@ -40,7 +41,7 @@ class Memory:
 
     def __init__(self, endpoint: str, own: bool) -> None:
         self.client = membroker.connect(endpoint)
-        model = self.client.register_model("nccl", virtual_capacity="8GiB")
+        model = self.client.model("nccl", virtual_capacity="8GiB")
         self.card = torch.device("cuda", model.driver.device.ordinal)
         torch.cuda.set_device(self.card)
         if own:
@@ -130,7 +131,7 @@ def in_one_process(endpoints: list[str], own: bool) -> None:
         for number, numbers in enumerate(tensors):
             numbers.fill_(number + 1)
             torch.cuda.synchronize(numbers.device)
-        torch.cuda.nccl.all_reduce(tensors)
+        nccl.all_reduce(tensors)
         for numbers in tensors:
             expect(numbers, total)
 
