@@ -18,12 +18,13 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.daemons import DEADLINE_SECONDS, running
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SHARED = {"google"}
 """Directories in which several packages have a part."""
+FIRST_PROGRAM = re.compile(r"^```python run(?: numpy)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OF_VLLM = {
     "cuda-bindings": "13.5.0",
     "googleapis-common-protos": "1.76.0",
@@ -53,8 +54,11 @@ def closure(requirements: Iterable[str]) -> set[str]:
     return found
 
 
-def environment(directory: Path, *extras: str, more: Iterable[str] = ()) -> Path:
-    """Make a virtual environment with this project, these extras of it and more, and return its bin directory."""
+def environment(directory: Path, *extras: str, more: Iterable[str] = (), wheel: Path | None = None) -> Path:
+    """Make a virtual environment with this project, these extras of it and more, and return its bin directory.
+
+    The project is installed from the wheel, if there is one, and otherwise linked as the packages are.
+    """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
     site = next((directory / "lib").glob("python3*")) / "site-packages"
     wanted = [*PROJECT["dependencies"], *(one for extra in extras for one in PROJECT["optional-dependencies"][extra])]
@@ -65,6 +69,10 @@ def environment(directory: Path, *extras: str, more: Iterable[str] = ()) -> Path
             if file.parts[0] != ".." and not link.exists():
                 link.parent.mkdir(exist_ok=True)
                 link.symlink_to([there, *there.parents][len(file.parts) - depth])
+    if wheel is not None:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", directory / "bin" / "python"]
+        subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
+        return directory / "bin"
     for part in ("client/membroker", "broker/membrokerd"):
         (site / Path(part).name).symlink_to(ROOT / part)
     for name, target in PROJECT["scripts"].items():
@@ -118,6 +126,33 @@ def test_the_library_needs_no_extra(bare: Path) -> None:
     for command in ("membroker", "membrokerd"):
         assert run(bare / command, "--help")[0] == 0
     assert "pip install 'membroker[broker]'" in run(bare / "membroker", "doctor")[1]
+
+
+@pytest.mark.deep
+def test_the_first_program_of_each_page_runs_from_the_wheel(tmp_path: Path) -> None:
+    """What a reader has who cloned nothing: a file that the wheel lacks is missed here."""
+    building = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
+    built = subprocess.run([*building, "--wheel-dir", tmp_path, ROOT], capture_output=True, text=True, check=False)
+    if built.returncode:
+        pytest.skip(f"the wheel cannot be built without an index that has hatchling: {built.stderr[-200:]}")
+    (wheel,) = tmp_path.glob("*.whl")
+    binaries = environment(tmp_path / "venv", more=["numpy"], wheel=wheel)
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = {page: block for page in pages if (block := FIRST_PROGRAM.search(page.read_text()))}
+    assert len(found) >= 12
+    with running({"capacity": "1GiB", "host_capacity": "1GiB"}) as daemon:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        for page, block in found.items():
+            code = f"import membroker\nassert {str(tmp_path)!r} in membroker.__file__\n{block[1]}"
+            done = subprocess.run(
+                [binaries / "python", "-c", code],
+                env={**clean, "MEMBROKER_ENDPOINT": str(daemon.endpoint())},
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert (done.returncode, done.stderr) == (0, ""), page
 
 
 def test_a_gpu_without_its_libraries_names_their_extra(tmp_path: Path) -> None:
