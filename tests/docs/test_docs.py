@@ -25,7 +25,7 @@ from tests.support.ports import reserved_port
 from tests.support.template import run as run_python
 
 DOCS = Path(__file__).parents[2] / "docs"
-MODEL = re.compile(r'register_model\("([^"]+)"')
+MODEL = re.compile(r'\.model\("([^"]+)"')
 TOML = re.compile(r"^```toml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```sh run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```python run\b([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
