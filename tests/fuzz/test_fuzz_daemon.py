@@ -71,7 +71,7 @@ import socket, sys
 path, last = sys.argv[1], bytes.fromhex(sys.argv[2])
 for line in sys.stdin:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.settimeout(20)
+        stranger.settimeout(120)
         stranger.connect(path)
         try:
             for data in [*map(bytes.fromhex, line.split()), last]:

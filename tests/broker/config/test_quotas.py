@@ -47,7 +47,8 @@ def test_what_was_commanded_is_read_again(path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_any_quotas_are_read_again(path: Path) -> None:
+@pytest.mark.parametrize("examples", [10, pytest.param(60, marks=pytest.mark.deep)])
+def test_any_quotas_are_read_again(path: Path, examples: int) -> None:
     tenants, models = (
         st.from_regex(r"[a-z0-9][a-z0-9-]{0,62}", fullmatch=True),
         st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,46}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,46})?", fullmatch=True),
@@ -56,7 +57,7 @@ def test_any_quotas_are_read_again(path: Path) -> None:
     sizes = st.none() | st.integers(0, (1 << 63) - 1) | st.integers(0, 99).map(lambda n: n << 20)
     weights = st.none() | st.integers(0, policy.MAX_WEIGHT)
 
-    @settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
         st.dictionaries(
             keys, st.builds(Quota, sizes, sizes, weights).filter(lambda quota: quota != Quota()), max_size=8
