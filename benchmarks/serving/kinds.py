@@ -5,8 +5,9 @@ cache for the first time, the same burst again, and a request after a rest. Show
 the same tokens and how likely they are, and what the cache has at the start, at most and at rest.
 
 A burst that grows the cache is composed otherwise than plain vLLM's, and kernels round by that. The burst that comes
-again finds its memory, and is composed as plain vLLM's. With --turns the two and a plain vLLM with the same layout of
-its cache answer bursts in turn: what of the time is the layout's, and what the growth's.
+again finds its memory, and is composed as plain vLLM's. With --turns the two, a plain vLLM with the same layout of its
+cache, and one over membroker that keeps its memory answer bursts in turn: what of the time is the layout's, and what
+the growth's.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from . import shapes
 
 _CHILD: Final = "BENCH_KINDS_CHILD"
 START_SECONDS, ANSWER_SECONDS, REST_SECONDS = 300.0, 120.0, 2.0
+PLAIN, ELASTIC = "plain", "membroker"
+SAME_LAYOUT, KEPT = "plain in membroker's layout", "membroker that keeps its memory"
 AHEAD: Final = 2
 """How many pairs of engines start while one answers."""
 _BASE: Mapping[str, Any] = {
@@ -211,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def start(name: str) -> None:
             started[name] = [
                 ending.enter_context(closing(_child(KINDS[name], way, name, daemon.endpoint(TENANT), logs)))
-                for way in ("plain", "membroker", *["plain in membroker's layout"] * bool(options.turns))
+                for way in (PLAIN, ELASTIC, *((SAME_LAYOUT, KEPT) if options.turns else ()))
             ]
 
         for number, name in enumerate(options.kinds):
@@ -223,9 +226,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     start(other)
             row: dict[str, Any] = {"kind": name}
             try:
-                for way, child in zip(("plain", "membroker"), started[name], strict=False):
-                    row[way] = _measure(child, KINDS[name], books if way == "membroker" else None, _model(name))
-                row["same"] = _compare(row["plain"], row["membroker"])
+                for way, child in zip((PLAIN, ELASTIC), started[name], strict=False):
+                    row[way] = _measure(child, KINDS[name], books if way == ELASTIC else None, _model(name))
+                row["same"] = _compare(row[PLAIN], row[ELASTIC])
                 for child in started[name][2:]:
                     child.hear(START_SECONDS)
                 row["turns"] = [_turn(started[name], KINDS[name]) for _ in range(options.turns)]
@@ -261,13 +264,17 @@ def _child(kind: Kind, way: str, name: str, endpoint: Path, logs: Path) -> Child
     }
     if "speculative_config" in keywords:
         keywords["speculative_config"] = {**keywords["speculative_config"], "model": _written("draft", logs)}
-    layout = {"VLLM_KV_CACHE_LAYOUT": "BLNHC"} if way.startswith("plain in") else {}
-    if way == "membroker":
+    layout = {"VLLM_KV_CACHE_LAYOUT": "BLNHC"} if way == SAME_LAYOUT else {}
+    if way in (ELASTIC, KEPT):
         keywords["kv_transfer_config"] = {
             "kv_connector": "Membroker",
             "kv_connector_module_path": "membroker.kv.vllm",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"model": _model(name), "endpoint": str(endpoint)},
+            "kv_connector_extra_config": {
+                "model": _model(name) + "-kept" * (way == KEPT),
+                "endpoint": str(endpoint),
+                "floor": kind.kv if way == KEPT else 0,
+            },
         }
     environment = {
         **os.environ,
@@ -353,7 +360,7 @@ def _compare(plain: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any
 def _line(row: Mapping[str, Any]) -> str:
     if "failed" in row:
         return f"{row['kind']}: FAILED: {row['failed']}"
-    plain, ours, same = row["plain"], row["membroker"], row["same"]
+    plain, ours, same = row[PLAIN], row[ELASTIC], row["same"]
     parts = [f"{row['kind']}:"]
     for name in ("first", "again", "third", "lone", "lone again"):
         alike, of, here, there = same[name]
