@@ -67,27 +67,27 @@ class GroupBorrower:
                 self._wanted.wait(LOOK_SECONDS)
                 self._wanted.clear()
                 continue
-            groups, is_needed = question
-            error = self._borrow(groups, self._state.wanted_bytes() if is_needed else 0, is_needed=is_needed)
+            groups, may_wait = question
+            error = self._borrow(groups, self._state.wanted_bytes() if may_wait else 0, may_wait=may_wait)
             if isinstance(error, ClosedError | SessionLost):
                 if not (self._closed or self._pages.closed):
                     logger.error("the cache can borrow no more memory: restart its engine. %s", error)
                 return
             if error is None:
                 pause = 0.0
-            elif not is_needed:
+            elif not may_wait:
                 self._state.pause_ahead(LAST_PAUSE)
             elif not (isinstance(error, OutOfMemory) and error.waited_seconds):
                 pause = min(LAST_PAUSE, max(FIRST_PAUSE, 2 * pause))
                 self._room.clear()
                 self._room.wait(pause)
 
-    def _borrow(self, groups: Sequence[int], wanted_bytes: int, *, is_needed: bool) -> BaseException | None:
+    def _borrow(self, groups: Sequence[int], wanted_bytes: int, *, may_wait: bool) -> BaseException | None:
         """Borrow and map groups, the first of `wanted_bytes`; return the error if they were refused."""
         ranges = [span for group in groups for span in self._layout.ranges(group)]
         refusal: BaseException | None = None
         try:
-            if is_needed:
+            if may_wait:
                 self._pages.allocate_ranges(ranges, timeout=ASK_SECONDS, wanted_bytes=wanted_bytes)
             else:
                 self._pages.allocate_ranges(ranges, ahead=True)

@@ -30,8 +30,11 @@ ANSWER_SECONDS: Final = 0.1
 PATIENCE_SECONDS: Final = 0.3
 """A recall waits so long for requests that end by themselves, but at most half of its time. Then they are preempted,
 in the last turn before that, since one with long prompts may take as long."""
-ASK_GROUPS: Final = 4
-"""How many groups are asked for at once: a question takes 0.4 ms, whether for one page or for several."""
+ASK_GROUPS, MOST_GROUPS = 4, 64
+"""How many groups are asked for at once, at first and at most: a question takes 0.4 ms, and several times that beside
+an engine that holds the GIL, whether for one page or for many. After a grant four times as many are asked for, if so
+many are wanted. More than ASK_GROUPS are asked for as memory ahead of need: the broker lends it if it is free and
+nobody waits, and else refuses at once, so that no page waits for others of its question."""
 ALONE_SECONDS: Final = 1.0
 """How long one is asked for at a time after a question that was refused, or that waited."""
 SHORT_SECONDS: Final = 0.05
@@ -122,6 +125,10 @@ class CacheState:
         """Whether the last answer was a refusal."""
         self._alone_until = 0.0
         """Until when one group is asked for at a time."""
+        self._most = ASK_GROUPS
+        """How many groups are asked for at once otherwise."""
+        self._may_wait = False
+        """Whether the last question may wait in the broker's queue."""
         self._grants = self._refusals = 0
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -153,21 +160,21 @@ class CacheState:
             self._groups.held(blocks)
 
     def question(self) -> tuple[list[int], bool] | None:
-        """Return the groups to borrow now, and whether they are needed, or None. The caller tells the answer.
+        """Return the groups to borrow now, and whether to wait for them, or None. The caller tells the answer.
 
         Of those that are needed several are asked for at once, unless others have what there is: one may come sooner.
         """
         with self._lock:
             now, asked, found = time.monotonic(), list[int](), self._next_question()
             is_needed = found is not None and found[1]
+            most = self._most if is_needed and now >= self._alone_until else 1
             while found is not None:
                 self._groups.move(found[0], "asked")
                 asked.append(found[0])
                 is_enough = self._groups.asked_bytes >= self._balloon.wanted_bytes(self._want)
-                is_last = is_enough or not is_needed or len(asked) >= (1 if now < self._alone_until else ASK_GROUPS)
-                found = None if is_last else self._next_question()
-            self._asked_at = now
-            return (asked, is_needed) if asked else None
+                found = None if is_enough or len(asked) == most else self._next_question()
+            self._asked_at, self._may_wait = now, is_needed and len(asked) <= ASK_GROUPS
+            return (asked, self._may_wait) if asked else None
 
     def _next_question(self) -> tuple[int, bool] | None:
         found = None if self._suspended or self._asked_back() else self._balloon.next_to_map(self._want)
@@ -185,8 +192,9 @@ class CacheState:
                 self._groups.move(group, "mapped" if is_granted else "refused")
             self._was_refused = not is_granted
             now = time.monotonic()
-            if not is_granted or now - self._asked_at > SHORT_SECONDS:
+            if not is_granted or (self._may_wait and now - self._asked_at > SHORT_SECONDS):
                 self._alone_until = now + ALONE_SECONDS
+            self._most = min(MOST_GROUPS, max(ASK_GROUPS, 4 * len(groups) * is_granted))
             self._grants += len(groups) * is_granted
             self._refusals += not is_granted
             self._changed.notify_all()
@@ -358,7 +366,8 @@ class CacheState:
     def is_short(self) -> bool:
         """Whether the engine has to do with the memory that it has: others want it, or have what it asked for."""
         with self._lock:
-            waits = self._groups.asked_bytes and time.monotonic() - self._asked_at > SHORT_SECONDS
+            is_late = time.monotonic() - self._asked_at > SHORT_SECONDS
+            waits = self._groups.asked_bytes and self._may_wait and is_late
             return bool(waits or self._was_refused or self._asked_back())
 
     def owe(self, size: int) -> None:

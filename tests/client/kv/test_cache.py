@@ -246,6 +246,7 @@ def test_each_question_says_how_much_is_wanted_besides(lender: Recalled, monkeyp
     monkeypatch.setattr(lender, "borrow", noted)
     monkeypatch.setattr(state, "SHORT_SECONDS", DEADLINE_SECONDS)
     monkeypatch.setattr(state, "ASK_GROUPS", 3)
+    monkeypatch.setattr(state, "MOST_GROUPS", 3)
     with serving(lender, an_engine(), block=PAGE, ceiling=10 * PAGE) as cache:
         for want, blocks in ((5, 5), (20, 10)):
             cache.want(want)

@@ -15,7 +15,7 @@ from tests.support.sizes import MIB
 from membroker.kv.balloon import Balloon
 from membroker.kv.engine import Over
 from membroker.kv.groups import DOOMED, DRAINING, MAPPED
-from membroker.kv.state import ASK_GROUPS, PATIENCE_SECONDS, CacheState
+from membroker.kv.state import ASK_GROUPS, MOST_GROUPS, PATIENCE_SECONDS, CacheState
 
 
 @dataclass
@@ -102,6 +102,27 @@ def test_an_engine_is_short_while_it_waits_or_others_do(clock: Any) -> None:
         state._was_refused = False
     state.recalled(Recall("m", PAGE, clock.now + 1.0))
     assert state.is_short
+
+
+def test_a_burst_asks_for_more_after_each_grant(clock: Any) -> None:
+    """Many pages at once must not wait for each other: else they are asked for one by one."""
+    balloon = Balloon(block_major(PAGE, 200))
+    with_memory(balloon, 1)
+    state = CacheState(balloon, 1)
+    state.want(200)
+    for most in (ASK_GROUPS, 4 * ASK_GROUPS, MOST_GROUPS, MOST_GROUPS):
+        groups, may_wait = state.question() or pytest.fail("it asks for nothing")
+        assert (len(groups), may_wait) == (most, most == ASK_GROUPS)
+        clock.now += not may_wait  # a busy engine's thread is late, and the broker let nothing wait
+        state.answered(groups, is_granted=True)
+    groups, may_wait = state.question() or pytest.fail("it asks for nothing")
+    assert not may_wait
+    state.answered(groups, is_granted=False)
+    for seconds, most in ((0.0, 1), (0.9, 1), (0.2, ASK_GROUPS)):
+        clock.now += seconds
+        groups, may_wait = state.question() or pytest.fail("it asks for nothing")
+        assert (len(groups), may_wait) == (most, True)
+        state.answered(groups, is_granted=True)
 
 
 def test_what_waits_for_its_fence_goes_after_the_answer_too() -> None:
