@@ -25,7 +25,8 @@ from membroker import InvalidRequest
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
 
 import torch
-from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.config.load import LoadConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.model_executor.layers.linear import LinearMethodBase
@@ -100,13 +101,23 @@ class Small(torch.nn.Module):  # type: ignore[misc]
         self.quant_method = Method(lambda layer: None)
 
 
-class Compiled(TorchCompileWithNoGuardsWrapper, Small):  # type: ignore[misc]
-    """A model that vLLM would compile at its first step: torch gets a hook, which keeps it."""
+@support_torch_compile(dynamic_arg_dims={"tokens": 0})  # type: ignore[untyped-decorator]
+class Base(Small):
+    """A model that vLLM would compile at its first step."""
 
-    def __init__(self) -> None:
-        Small.__init__(self)
-        hook = torch._dynamo.convert_frame.register_bytecode_hook(self.bytecode_hook)
-        self._bytecode_hook_handle = hook
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens))
+
+
+@support_torch_compile(dynamic_arg_dims={"tokens": 0})  # type: ignore[untyped-decorator]
+class Derived(Base):
+    """As vLLM's Qwen3, whose base class is decorated, too: torch keeps it by two hooks."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
 
 
 def fill(model: Any) -> None:
@@ -177,7 +188,7 @@ def a_config(model: str = "org/small", **changes: Any) -> Any:
         device_config=SimpleNamespace(device=torch.device("cpu"), device_type="cpu"),
         offload_config=offload,
         load_config=LoadConfig(),
-        compilation_config=SimpleNamespace(static_forward_context={}),
+        compilation_config=changes.get("compilation_config", SimpleNamespace(static_forward_context={})),
         cache_config=SimpleNamespace(
             cache_dtype=changes.get("cache_dtype", "auto"), kv_cache_dtype_skip_layers=changes.get("skip_layers", [])
         ),
@@ -193,13 +204,16 @@ def start(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     """Return a function that starts an engine's model as vLLM does. An engine ends with the last reference to it."""
     monkeypatch.setenv("MEMBROKER_ENDPOINT", str(daemon.endpoint()))
 
-    def load(build: Callable[[], Any] = Small, files: Files | None = None, **extra: Any) -> Any:
+    def load(build: Callable[..., Any] = Small, files: Files | None = None, compiling: Any = None, **extra: Any) -> Any:
+        def initialize(vllm_config: Any, **_keywords: Any) -> Any:
+            return build(vllm_config=vllm_config) if compiling else build()
+
         inner = files or Files()
         monkeypatch.setattr(weights, "get_model_loader", lambda _config: inner)
         for module in (weights, base_loader):
-            monkeypatch.setattr(module, "initialize_model", lambda **_keywords: build())
+            monkeypatch.setattr(module, "initialize_model", initialize)
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # as vLLM's workers do it on a CPU
-        config = a_config()
+        config = a_config(**{"compilation_config": compiling} if compiling else {})
         loader = weights.Loader(LoadConfig(load_format="membroker", model_loader_extra_config=extra))
         return loader.load_model(config, config.model_config)
 
@@ -217,13 +231,14 @@ def addresses(model: Any) -> list[int]:
 
 
 def test_a_model_that_vllm_would_compile_is_in_memory_once(daemon: Daemon, start: Callable[..., Any]) -> None:
-    """The hook of the first engine's own copy is taken back, and that of the model that it serves stays."""
-    first, second = start(Compiled), start(Compiled)
+    """Torch keeps the models that are served, and not the first engine's own copy."""
+    config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.DYNAMO_TRACE_ONCE))
     hooks = torch._dynamo.convert_frame._bytecode_hooks
-    assert {hook.__self__ for hook in hooks.values()} == {first, second}
+    with set_current_vllm_config(config):
+        served = {start(Derived, compiling=config.compilation_config) for _ in range(2)}
+    assert {hook.__self__ for hook in hooks.values()} == served
     assert segments(daemon) == [("sealed", 2)]
-    for model in (first, second):
-        model.cleanup()
+    hooks.clear()
 
 
 def test_the_second_engine_maps_what_the_first_has_loaded(daemon: Daemon, start: Callable[..., Any]) -> None:

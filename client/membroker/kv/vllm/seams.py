@@ -58,7 +58,8 @@ MEMBERS: Final = seams.members(
         ),
         "model_executor.model_loader.weight_cache.protocol": "check_ipc_quant_support(model)",
         "model_executor.utils": "weights_already_processed()",
-        "compilation.wrapper:TorchCompileWithNoGuardsWrapper": "cleanup()",
+        "config:CompilationConfig": "mode",
+        "config:CompilationMode": "NONE",
         "envs": "compile_factors()",
         "v1.kv_cache_layout:KVCacheLayout": "@is_block_outermost",
         "config:VllmConfig": (

@@ -21,7 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+from vllm.config import CompilationMode
 from vllm.model_executor.model_loader import BaseModelLoader, get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.model_executor.utils import weights_already_processed
@@ -124,14 +124,12 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         segment = shared.publish(image, storages)
         try:
             before = {name: StorageWeakRef(value.untyped_storage()) for name, value in model.named_parameters()}
-            for module in model.modules():
-                if isinstance(module, TorchCompileWithNoGuardsWrapper):
-                    module.cleanup()  # torch keeps a model that vLLM would compile, and has not run yet
-            del module, loader, model, storages
+            del loader, model, storages
             gc.collect()
             if left := [name for name, reference in before.items() if not reference.expired()]:
                 raise InvalidRequest(
-                    f"vLLM keeps a second reference to {left[0]}, which would be in memory twice: {processed.LEAVE_OUT}"
+                    f"vLLM keeps a second reference to {left[0]}, one of {len(left)} of {len(before)} parameters that "
+                    f"would be in memory twice: {processed.LEAVE_OUT}"
                 )
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -161,9 +159,14 @@ class _Files(BaseModelLoader):  # type: ignore[misc]
 
 
 def _apart(vllm_config: Any) -> Any:
-    """Return a copy with which a model can be created that is dropped: vLLM registers each layer once."""
+    """Return a copy with which a model can be created that is dropped: vLLM registers each layer once.
+
+    What would be compiled at its first step is kept by torch, for each of its classes that vLLM has decorated: so with
+    this copy nothing would be.
+    """
     own = copy.copy(vllm_config)
     own.compilation_config = copy.copy(vllm_config.compilation_config)
+    own.compilation_config.mode = CompilationMode.NONE
     for name, value in vars(own.compilation_config).items():
         if isinstance(value, dict | list | set):
             setattr(own.compilation_config, name, copy.copy(value))
