@@ -62,7 +62,7 @@ def run(
         door = None
         if ports is not None:
             try:
-                door = Door(ports)
+                door = Door(ports, say)
             except OSError as error:
                 raise MembrokerError(f"the door cannot listen at {ports.address}:{ports.port}: {error}") from error
             stack.callback(door.close)

@@ -17,6 +17,7 @@ import resource
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 from ..ext import start_thread
@@ -34,6 +35,8 @@ SILENT_SECONDS = 60.0
 MOST_CONNECTIONS = 512
 KEPT_DESCRIPTORS = 128
 """Descriptors that the connections leave to the rest of this process."""
+FULL_SECONDS = 60.0
+"""How often at most it is said that clients wait because so many are connected."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
 """A client that answers nothing for two minutes has vanished."""
 _CHUNK = 1 << 16
@@ -62,10 +65,14 @@ def is_listening(port: int) -> bool:
 
 
 class Door:
-    """Listens from the beginning, and lets connections in from `open` on. Raises `OSError` if the port is in use."""
+    """Listens from the beginning, and lets connections in from `open` on. Raises `OSError` if the port is in use.
 
-    def __init__(self, ports: Ports) -> None:
+    `say` tells the guest's user, in a thread of the door.
+    """
+
+    def __init__(self, ports: Ports, say: Callable[[str], object]) -> None:
         self._ports = ports
+        self._say = say
         family = socket.AF_INET6 if ":" in ports.address else socket.AF_INET
         self._listener = socket.create_server((ports.address, ports.port), family=family, backlog=1024)
         self._listener.setblocking(False)
@@ -106,13 +113,17 @@ class Door:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _accept(self, guest: Guest, connections: set[asyncio.Task[None]]) -> None:
-        places = asyncio.Semaphore(most_connections())
+        most, say_at = most_connections(), 0.0
+        places = asyncio.Semaphore(most)
 
         def ended(task: asyncio.Task[None]) -> None:
             connections.discard(task)
             places.release()
 
         while True:
+            if places.locked() and self._loop.time() >= say_at:
+                self._say(f"its {most} connections are all in use: other clients wait until one ends (see `ulimit -n`)")
+                say_at = self._loop.time() + FULL_SECONDS
             await places.acquire()
             try:
                 client, _ = await self._loop.sock_accept(self._listener)

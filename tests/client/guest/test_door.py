@@ -48,7 +48,8 @@ class Bench:
         self.guest = FakeGuest()
         self.program = self.listener.getsockname()[1]
         self.address = address
-        self.door = Door(Ports(address, 0, self.program))  # 0: a port that no other program can have
+        self.said: list[str] = []
+        self.door = Door(Ports(address, 0, self.program), self.said.append)  # 0: a port that no other program can have
 
     def connect(self) -> socket.socket:
         return socket.create_connection((self.address, self.door.port), timeout=DEADLINE_SECONDS)
@@ -130,6 +131,7 @@ def test_no_more_connections_are_open_than_there_are_descriptors_and_the_others_
             with client:
                 answers.append(client.recv(1))
         assert answers == [b"!"] * 6
+        assert [text.partition(" connections")[0] for text in bench.said] == ["its 2"], "once, however many wait"
         bench.is_left()
 
 
