@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from array import array
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.toy_serving import Recalled, an_engine, serving
 
 if find_spec("sglang") is None:
@@ -172,13 +173,17 @@ def test_an_idle_scheduler_lets_the_thread_that_unmaps_have_the_interpreter(
             going[0] -= 1
             time.sleep(0)
 
-    thread, turns = threading.Thread(target=unmap), 0
-    thread.start()
-    while going[0]:
-        memory.turn(scheduler.running_batch, None)
-        turns += 1
-    thread.join()
-    assert turns < 1000
+    thread, turns, interval = threading.Thread(target=unmap), 0, sys.getswitchinterval()
+    sys.setswitchinterval(DEADLINE_SECONDS)  # so that the thread has only what it is given
+    try:
+        thread.start()
+        while going[0] and turns < 50_000:
+            memory.turn(scheduler.running_batch, None)
+            turns += 1
+        assert not going[0], "the thread was given nothing in 50,000 turns"
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
 
 
 def test_an_engine_ends_that_can_borrow_no_more(blocks: SglangBlocks, scheduler: Any) -> None:
