@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import select
 import signal
 import struct
@@ -13,7 +14,8 @@ import termios
 from collections.abc import Iterator
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, Daemon
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
+from tests.support.workers import proc_of
 
 PROGRAM = """
 import os, select, signal
@@ -66,6 +68,12 @@ def terminal() -> Iterator[Terminal]:
         process.wait(DEADLINE_SECONDS)
 
 
+def is_pending(pid: int, number: signal.Signals) -> bool:
+    """Say whether a process was sent a signal that it has not taken yet."""
+    (pending,) = re.findall(r"^ShdPnd:\s+(\w+)$", proc_of(pid, "status"), re.MULTILINE)
+    return bool(int(pending, 16) >> number - 1 & 1)
+
+
 @pytest.mark.shared_daemon
 def test_its_program_has_the_terminal_of_the_command(daemon: Daemon, terminal: Terminal, tmp_path: object) -> None:
     """Lines, the size, Ctrl-Z and `fg`, and Ctrl-C, once."""
@@ -80,6 +88,7 @@ def test_its_program_has_the_terminal_of_the_command(daemon: Daemon, terminal: T
     terminal.shows("heard=one")
     terminal.resize(91)
     terminal.shows("columns=91")
+    until(lambda: not is_pending(pid, signal.SIGWINCH))  # else this one would be lost in the terminal's
     os.kill(pid, signal.SIGWINCH)
     terminal.shows("columns=91")
     terminal.types("\x1a")
