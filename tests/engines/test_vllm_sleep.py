@@ -18,7 +18,7 @@ import pytest
 from tests.support.daemons import until
 from tests.support.engine_batches import compare
 from tests.support.sleeping import Books, books, command, done, refused, refused_at_once
-from tests.support.vllm_engine import BUILDS, Build, Engine, write_model, write_plugins
+from tests.support.vllm_engine import ANSWER_SECONDS, BUILDS, Build, Engine, write_model, write_plugins
 
 import membroker
 from membroker.v1.resources_pb2 import LOCATION_DEVICE
@@ -152,7 +152,7 @@ def test_an_engine_sleeps_and_wakes_with_the_same_tokens(
             next(words), "sleep", "chat", "--timeout", "0.2"
         )
         assert engine.is_busy, "it was not busy all the time"
-        sleeping = command(next(words), "sleep", "chat")
+        sleeping = command(next(words), "sleep", "chat", "--timeout", f"{ANSWER_SECONDS:g}")
         plain.check(long, engine.answer())
         assert "released" in done(sleeping)
         assert has() == [(0, weights)] * ranks
