@@ -440,6 +440,8 @@ class Guest:
         """Suspend the processes that use the device, and declare nothing. If that fails, be firm for a while."""
         begun = time.monotonic()
         with self._changed:
+            if self._phase == "awake" and cause == "operator" and begun >= self._asked_to_sleep_until:
+                return  # it has been woken since
             self._is_falling = True
             if self._phase == "awake":
                 self._wakes, self._cause = False, cause

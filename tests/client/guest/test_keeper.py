@@ -548,6 +548,21 @@ def test_a_wish_to_wake_ends_an_older_wish_to_sleep() -> None:
     assert bench.states() == ["running"]
 
 
+def test_a_wish_to_wake_just_before_it_falls_asleep_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(10)
+    why = bench.guest._why_sleep
+
+    def woken() -> Any:
+        found = why()
+        bench.operator(wake=True)
+        return found
+
+    monkeypatch.setattr(bench.guest, "_why_sleep", woken)
+    bench.operator()
+    bench.guest.look()
+    assert (bench.states(), bench.guest.status().state) == (["running"], "awake")
+
+
 @pytest.mark.parametrize("call", ["lock", "suspend"])
 def test_a_process_that_got_the_pid_of_an_ended_one_is_not_suspended(
     call: str, monkeypatch: pytest.MonkeyPatch
