@@ -470,7 +470,9 @@ def test_a_job_that_a_shell_stops_is_stopped_as_a_whole_and_goes_on(daemon: Daem
 
 def test_a_stopped_program_is_not_suspended_and_goes_on(one: Guest) -> None:
     os.kill(one.pid, signal.SIGSTOP)
+    until(lambda: state_of(one.pid) == "T")
     assert one.order("sleep", "one", "--timeout", "0.5") == 1
+    one.wakes()  # an attempt that had begun has failed, and no other begins
     os.kill(one.pid, signal.SIGCONT)
     one.is_right()
     assert one.held() == SIZE
