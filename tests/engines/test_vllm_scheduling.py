@@ -88,6 +88,7 @@ def test_new_weights_compute_all_requests_again(
     with running({"capacity": 2 * WHOLE}) as daemon, membroker.connect(daemon.endpoint()) as client:
         model = client.model("chat", limit=LIMIT)
         elastic = Scheduling(tmp_path, monkeypatch, model=model, caches_prefixes=True, swap_space=WHOLE)
+        _fill(elastic)  # else a recall may find memory that has just come
         for number in range(100):
             elastic.ask(str(number), [1 + number % 3] * 1000, 256)
         connector = elastic.scheduler.connector
