@@ -267,10 +267,10 @@ def is_clean(daemon: Daemon) -> bool:
 
 
 def until_clean(daemon: Daemon, descriptors: int) -> None:
-    """Wait until the books are zero and the daemon has no more descriptors open than it began with."""
+    """Wait until the books are zero and the daemon has as many descriptors open as it began with."""
     until(lambda: is_clean(daemon))
     try:
-        until(lambda: daemon.descriptors() <= descriptors)
+        until(lambda: daemon.descriptors() == descriptors)
     except AssertionError as error:
         root = f"/proc/{daemon.process.pid}/fd"
         places = sorted(os.readlink(f"{root}/{one}") for one in os.listdir(root))
