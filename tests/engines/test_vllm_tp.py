@@ -23,7 +23,7 @@ from tests.support.vllm_engine import BUILDS, Engine, write_model, write_plugins
 from tests.support.workers import children, proc_of
 
 import membroker
-from membroker.kv.state import MOST_GROUPS
+from membroker.kv.state import ASK_GROUPS
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
 from vllm.platforms import current_platform
@@ -144,7 +144,7 @@ def test_a_rank_that_is_refused_keeps_the_other_from_using_the_group(ranks: Rank
         while ranks.engine.is_busy:
             first, second = ranks.used()
             assert second <= ranks.left
-            asked = MOST_GROUPS * ranks.story.group
+            asked = ASK_GROUPS * ranks.story.group
             assert first <= ranks.left + asked, "more than what is borrowed at the moment"
         ranks.story.compare(ranks.engine.answer(), "burst")
     ranks.fill()
@@ -156,7 +156,7 @@ def test_a_recall_by_the_second_broker_amid_a_burst(ranks: Ranks) -> None:
     until(lambda: min(ranks.used()) > ranks.left)
     with ExitStack() as stack:
         ranks.take_guarantee(stack)
-        assert max(ranks.used()) <= ranks.left + MOST_GROUPS * ranks.story.group
+        assert max(ranks.used()) <= ranks.left + ASK_GROUPS * ranks.story.group
         assert ranks.engine.is_busy, "the memory came when the requests had ended"
     ranks.story.compare(ranks.engine.answer(), "long")
     assert re.search(r"[1-9]\d* return", ranks.engine.log()), "preempted requests were computed again"

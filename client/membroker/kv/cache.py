@@ -88,7 +88,7 @@ class ElasticCache(Closing):
             always=always,
         )
         self._groups = self._balloon.groups
-        self._state = CacheState(self._balloon, len(always))
+        self._state = CacheState(self._balloon, len(always), has_ranks=isinstance(pool, Ranks))
         self._closed = False
         self._left: list[tuple[int, int]] = []
         """What a close has still to release. The pool may be used for something else after that."""

@@ -34,7 +34,8 @@ ASK_GROUPS, MOST_GROUPS = 4, 64
 """How many groups are asked for at once, at first and at most: a question takes 0.4 ms, and several times that beside
 an engine that holds the GIL, whether for one page or for many. After a grant four times as many are asked for, if so
 many are wanted. More than ASK_GROUPS are asked for as memory ahead of need: the broker lends it if it is free and
-nobody waits, and else refuses at once, so that no page waits for others of its question."""
+nobody waits, and else refuses at once, so that no page waits for others of its question. With several ranks it stays at
+ASK_GROUPS: until the last rank has answered, those before it have what it may refuse."""
 ALONE_SECONDS: Final = 1.0
 """How long one is asked for at a time after a question that was refused, or that waited."""
 SHORT_SECONDS: Final = 0.05
@@ -86,8 +87,9 @@ class CacheStats:
 class CacheState:
     """The state of one cache. Every method may be called by any thread."""
 
-    def __init__(self, balloon: Balloon, want: int) -> None:
+    def __init__(self, balloon: Balloon, want: int, *, has_ranks: bool = False) -> None:
         self._balloon = balloon
+        self._has_ranks = has_ranks
         self._groups = balloon.groups
         self._want = want
         self._peaks = [0, 0]
@@ -194,7 +196,8 @@ class CacheState:
             now = time.monotonic()
             if not is_granted or (self._may_wait and now - self._asked_at > SHORT_SECONDS):
                 self._alone_until = now + ALONE_SECONDS
-            self._most = min(MOST_GROUPS, max(ASK_GROUPS, 4 * len(groups) * is_granted))
+            if not self._has_ranks:
+                self._most = min(MOST_GROUPS, max(ASK_GROUPS, 4 * len(groups) * is_granted))
             self._grants += len(groups) * is_granted
             self._refusals += not is_granted
             self._changed.notify_all()

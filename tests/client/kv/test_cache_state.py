@@ -125,6 +125,18 @@ def test_a_burst_asks_for_more_after_each_grant(clock: Any) -> None:
         state.answered(groups, is_granted=True)
 
 
+def test_several_ranks_are_asked_for_no_more_at_once() -> None:
+    """Those that are asked first have for a moment what the last one may refuse."""
+    balloon = Balloon(block_major(PAGE, 200))
+    with_memory(balloon, 1)
+    state = CacheState(balloon, 1, has_ranks=True)
+    state.want(200)
+    for _ in range(3):
+        groups, may_wait = state.question() or pytest.fail("it asks for nothing")
+        assert (len(groups), may_wait) == (ASK_GROUPS, True)
+        state.answered(groups, is_granted=True)
+
+
 def test_what_waits_for_its_fence_goes_after_the_answer_too() -> None:
     """A recall is answered in time, and the step that may use the pages is not over: they are as good as released."""
     balloon, state, engine = five_groups()
