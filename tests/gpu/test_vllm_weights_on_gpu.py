@@ -18,6 +18,7 @@ from tests.support.engine_batches import compare
 from tests.support.gpu import at_rest, on_gpu, used
 from tests.support.sizes import GIB
 from tests.support.vllm_engine import BUILDS, Engine, write_model, write_plugins
+from tests.support.vllm_engine import sockets_of_vllm as sockets_of_vllm
 
 import membroker
 from membroker.vmm.cuda.driver import CudaDriver

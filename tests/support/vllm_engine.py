@@ -64,6 +64,15 @@ GPU_CONFIG = {
 """28 KiB of KV cache a token. A block of 16 tokens has 448 KiB: block-major, some straddle two pages of 16 MiB."""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def sockets_of_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """vLLM leaves files and sockets in the directory for temporary files: give it one of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("VLLM_RPC_BASE_PATH", "TMPDIR"):
+            patch.setenv(name, str(tmp_path_factory.mktemp("vllm")))
+        yield
+
+
 @dataclass(frozen=True, slots=True)
 class Build:
     """A build of vLLM, a device that it computes on, and sizes at which the tests' story is the same on each."""
