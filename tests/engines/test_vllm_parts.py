@@ -59,7 +59,7 @@ from membroker.kv.capture import Capture
 from membroker.kv.layout import Strided
 from membroker.kv.seams import differences, load
 from membroker.kv.vllm import connector, memory, plugin, seams
-from membroker.kv.vllm.blocks import GroupNeed, VllmBlocks, needs_of
+from membroker.kv.vllm.blocks import STEPS_COUNTED, GroupNeed, VllmBlocks, needs_of
 from membroker.kv.vllm.connector import Membroker, StepMetadata
 from membroker.kv.vllm.settings import VllmSettings, settings_of
 from membroker.kv.vllm.sleep import VllmWeights, why_kept
@@ -88,10 +88,12 @@ def a_step(
     others = SimpleNamespace(
         req_ids=list(more), new_block_ids=[(one,) for one in more.values()], resumed_req_ids=resumed
     )
+    scheduled = {**dict.fromkeys([*more, *new], 0), **tokens}
     return SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id=name, block_ids=(one,)) for name, one in new.items()],
         scheduled_cached_reqs=others,
-        num_scheduled_tokens={**dict.fromkeys([*more, *new], 0), **tokens},
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
         preempted_req_ids=preempted,
     )
 
@@ -190,6 +192,31 @@ class TestBlocks:
         before = blocks.need()
         assert [blocks.keep_free(is_short=short) for short in (False, True)] == [1, 4]
         assert blocks.need() == before + 3
+
+    def test_the_need_of_requests_that_go_on_is_counted_once_in_some_steps(self, pool: BlockPool) -> None:
+        """A count takes the scheduler's time. Until the next one each request takes a block at most."""
+        blocks, counts = Blocks(pool, most_requests=9), list[int]()
+        count = blocks._count
+        blocks._count = lambda step: (counts.append(1), count(step))  # type: ignore[method-assign]
+
+        def note(step: Any) -> int:
+            counts.clear()
+            blocks.note(step)
+            return len(counts)
+
+        for name in "ab":
+            blocks.add(a_request(name, 16))
+        pool.get_new_blocks(2)
+        assert note(a_step({"a": [1], "b": [2]}, tokens={"a": 16, "b": 16})) == 1
+        goes_on = a_step({}, tokens={"a": 1, "b": 1})
+        assert [note(goes_on) for _ in range(2 * STEPS_COUNTED)] == ([0] * (STEPS_COUNTED - 1) + [1]) * 2
+        assert note(a_step({}, tokens={"a": 1, "b": 2})) == 1, "a part of a prompt"
+        assert note(a_step({}, tokens={"a": 1}, preempted={"b"})) == 1
+        assert note(a_step({}, tokens={"a": 1})) == 1, "one that waits"
+        assert note(a_step({"b": [2]}, tokens={"a": 1, "b": 16})) == 1
+        assert (note(goes_on), blocks.need()) == (0, 3 + 2)
+        blocks.finish(blocks.requests["b"], [[2]])
+        assert (note(a_step({}, tokens={"a": 1})), blocks.need()) == (1, 3 + 1), "an end"
 
     def test_the_need_is_summed_over_groups_and_bounded_where_vllm_bounds_it(self, pool: BlockPool) -> None:
         """Full attention, a window of three blocks at most, and a state with one more for drafts."""

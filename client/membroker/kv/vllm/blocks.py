@@ -24,6 +24,9 @@ from ..engine import Fence
 _NEVER = 1e-9
 """The warmth of cached contents whose last use is not known: colder than all others, and not 0."""
 
+STEPS_COUNTED = 4
+"""For how many steps a count of the need is good, if all requests run and each one computes its next token."""
+
 STEPS_AHEAD = 2
 """For how many steps memory is asked: what waits behind them would lie idle, while others may need it."""
 
@@ -96,6 +99,8 @@ class VllmBlocks:
         """How many of them requests had at that time."""
         self._more = 0
         """What requests need beyond the blocks that they have."""
+        self._steps_counted = 0
+        """For how many steps more the last count is good."""
         self._short = 0
         """How many blocks more than that vLLM seems to want before it admits a request."""
         self._last_used = [0.0] * pool.num_gpu_blocks
@@ -118,6 +123,7 @@ class VllmBlocks:
         self.requests.pop(request.request_id, None)
         self._running.pop(request.request_id, None)
         self._users = None
+        self._steps_counted = 0
         now = time.monotonic()
         for block in chain.from_iterable(tables):
             self._last_used[block] = now
@@ -133,10 +139,16 @@ class VllmBlocks:
                 self._running.pop(name, None)  # a session that goes on is now the youngest
                 self._running[name] = None
         self._users = None
-        self._count(step.num_scheduled_tokens)
+        goes_on = len(self._running) == len(self.requests) and not (admitted or step.preempted_req_ids)
+        if step.total_num_scheduled_tokens > len(self._running) * (1 + self._lookahead):
+            goes_on = False  # some compute a part of their prompt
+        self._steps_counted = self._steps_counted - 1 if goes_on else 0
+        if self._steps_counted <= 0:
+            self._count(step.num_scheduled_tokens)
+            self._steps_counted = STEPS_COUNTED
 
     def _count(self, scheduled: Mapping[str, int]) -> None:
-        """Count what requests need beyond their blocks. Written for speed, as each step runs it: 128 take 40 us."""
+        """Count what requests need beyond their blocks. Written for speed: 128 take 40 us, a hundredth of a step."""
         more, left, soon = 0, self._most_requests, self._most_soon
         for name, request in self.requests.items():
             if not left:

@@ -83,7 +83,7 @@ MEMBERS: Final = seams.members(
             "arrival_time"
         ),
         "v1.core.sched.output:SchedulerOutput": (
-            "num_scheduled_tokens scheduled_new_reqs scheduled_cached_reqs preempted_req_ids"
+            "num_scheduled_tokens total_num_scheduled_tokens scheduled_new_reqs scheduled_cached_reqs preempted_req_ids"
         ),
         "v1.core.sched.output:NewRequestData": "req_id block_ids",
         "v1.core.sched.output:CachedRequestData": "req_ids resumed_req_ids new_block_ids",
