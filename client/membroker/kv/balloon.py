@@ -134,7 +134,7 @@ class Balloon:
 
     def _choose_spare(self, want: int, engine: Engine, most: int) -> list[int]:
         left, chosen = self.groups.available - want - self.ahead, list[int]()
-        if left < 0:
+        if left < 0 or self.groups.staying_bytes <= self.floor:
             self._next = self._layout.groups
             return chosen
 

@@ -19,8 +19,8 @@ from .groups import DOOMED, DRAINING, RETIRING
 
 LINGER_SECONDS: Final = 0.1
 """What the engine needed in this time or the time before is kept: need goes up and down with each batch."""
-BLOCKS_PER_TURN: Final = 1024
-"""How many blocks a turn looks at for what can go, and how many for what drains, unless there is a recall: 0.2 ms."""
+BLOCKS_PER_TURN: Final = 256
+"""How many blocks a turn looks at for what can go, and how many for what drains, unless there is a recall: 50 us."""
 FENCE_SECONDS: Final = 0.001
 """How often a fence is looked at. A step of an engine takes 10 to 30 ms."""
 LOOK_SECONDS: Final = 1.0
