@@ -7,11 +7,13 @@ the same tokens and how likely they are, and what the cache has at the start, at
 A burst that grows the cache is composed otherwise than plain vLLM's, and kernels round by that. The burst that comes
 again finds its memory, and is composed as plain vLLM's. With --turns the two, a plain vLLM with the same layout of its
 cache, and one over membroker that keeps its memory answer bursts in turn: what of the time is the layout's, and what
-the growth's.
+the growth's. These have vLLM's prefix cache, as they have by default: without one plain vLLM hashes no prompt, and vLLM
+with a connector hashes all. Each burst has new prompts, and what is cached does not stay.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -213,7 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         def start(name: str) -> None:
             started[name] = [
-                ending.enter_context(closing(_child(KINDS[name], way, name, daemon.endpoint(TENANT), logs)))
+                ending.enter_context(
+                    closing(_child(KINDS[name], way, name, daemon.endpoint(TENANT), logs, bool(options.turns)))
+                )
                 for way in (PLAIN, ELASTIC, *((SAME_LAYOUT, KEPT) if options.turns else ()))
             ]
 
@@ -247,7 +251,7 @@ def _model(name: str) -> str:
     return name.replace(", ", "-").lower()
 
 
-def _child(kind: Kind, way: str, name: str, endpoint: Path, logs: Path) -> Child:
+def _child(kind: Kind, way: str, name: str, endpoint: Path, logs: Path, caches: bool) -> Child:
     keywords: dict[str, Any] = {
         "model": _written(kind.config, logs),
         "skip_tokenizer_init": True,
@@ -258,7 +262,7 @@ def _child(kind: Kind, way: str, name: str, endpoint: Path, logs: Path) -> Child
         "max_model_len": 4096,
         "gpu_memory_utilization": 0.02,
         "kv_cache_memory_bytes": kind.kv,
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": caches,
         "disable_log_stats": True,
         **kind.engine,
     }
@@ -274,6 +278,7 @@ def _child(kind: Kind, way: str, name: str, endpoint: Path, logs: Path) -> Child
                 "model": _model(name) + "-kept" * (way == KEPT),
                 "endpoint": str(endpoint),
                 "floor": kind.kv if way == KEPT else 0,
+                "keep": 0,
             },
         }
     environment = {
@@ -384,11 +389,12 @@ def _serve() -> None:
 
     llm = LLM(**json.loads(first))
     tell({"started": True})
+    numbers = itertools.count()
     for line in sys.stdin:
         asked = json.loads(line)
         prompts = [
-            {"prompt_token_ids": [(7919 * number + 31 * place) % 1000 + 3 for place in range(asked["prompt"])]}
-            for number in range(asked["requests"])
+            {"prompt_token_ids": [(7919 * number + 31 * place) % 9973 + 3 for place in range(asked["prompt"])]}
+            for number in itertools.islice(numbers, asked["requests"])
         ]
         parameters = SamplingParams(
             max_tokens=asked["tokens"], logprobs=0, ignore_eos=True, detokenize=False, temperature=0
