@@ -1,0 +1,284 @@
+"""`SharedMemoryPool`: the promises of candle-cuda-vmm's, its own examples, and one test for each of its faults.
+
+The lender is this process. What differs over a broker is in `tests/system/library/test_shared_pool.py`.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from tests.support.daemons import DEADLINE_SECONDS, until
+from tests.support.fake_lender import PAGE, FlakyDriver
+from tests.support.garbage import collect
+from tests.support.sizes import GIB, MIB
+from tests.support.threads import together
+
+from membroker import LocalSource, SharedMemoryPool, VirtualMemoryPool
+from membroker.errors import (
+    DeviceFailure,
+    InvalidOffset,
+    ModelAlreadyExists,
+    ModelInUse,
+    ModelNotFound,
+    NotMapped,
+    OutOfMemory,
+    OutOfVirtualMemory,
+)
+from membroker.types import GlobalMemoryStats
+
+
+@pytest.fixture
+def driver() -> Iterator[FlakyDriver]:
+    driver = FlakyDriver()
+    yield driver
+    driver.close()
+
+
+@pytest.fixture
+def source(driver: FlakyDriver) -> Iterator[LocalSource]:
+    """The lender, which has everything back at the end."""
+    with LocalSource(driver) as source:
+        yield source
+        collect()
+        until(lambda: source.physical_usage_bytes == 0)
+
+
+@pytest.fixture
+def shared(source: LocalSource) -> Iterator[SharedMemoryPool]:
+    """A shared pool with a limit of 16 pages; `llama-7b` has 64 pages of addresses, and `gpt2` 32."""
+    with SharedMemoryPool(source, 16 * PAGE, PAGE) as shared:
+        shared.register_model("llama-7b", 64 * PAGE)
+        shared.register_model("gpt2", 32 * PAGE)
+        yield shared
+
+
+class TestSeed:
+    """What the seed's documentation, its tests and its examples ask for."""
+
+    def test_the_documented_example(self, source: LocalSource) -> None:
+        """Two models of 64 and 32 GB of addresses under a limit of 32 GB, here of 128 MiB; one allocates."""
+        with SharedMemoryPool(source, "128MiB", "2MiB") as shared:
+            shared.register_model("llama-7b", 64 * GIB)
+            shared.register_model("gpt2", "32GiB")
+            address = shared.allocate_for_model("llama-7b", "64MiB")
+            assert address == shared.pool("llama-7b").base_address
+            assert shared.get_model_stats("llama-7b").physical_usage_bytes == 64 * MIB
+            assert shared.get_model_stats("gpt2").physical_usage_bytes == 0
+            assert shared.get_model_stats("gpt2").virtual_capacity_bytes == 32 * GIB
+            assert shared.global_stats() == GlobalMemoryStats(128 * MIB, 64 * MIB, 2)
+            shared.deallocate_for_model("llama-7b", 0, "64MiB")
+            shared.unregister_model("gpt2")
+            assert shared.global_stats() == GlobalMemoryStats(128 * MIB, 0, 1)
+
+    def test_simple_usage(self, source: LocalSource) -> None:
+        """The seed's example of one pool: a large capacity, two allocations, what is mapped, and all released."""
+        with VirtualMemoryPool(source, 128 * GIB, 2 * MIB) as pool:
+            assert (pool.capacity, pool.page_size, pool.physical_usage_bytes) == (128 * GIB, 2 * MIB, 0)
+            first = pool.allocate(0, 64 * MIB)
+            second = pool.allocate(GIB, 32 * MIB)
+            assert (first, second) == (pool.base_address, pool.base_address + GIB)
+            assert pool.physical_usage_bytes == 96 * MIB
+            assert [pool.is_mapped(offset) for offset in (0, 64 * MIB, GIB)] == [True, False, True]
+            stats = pool.stats()
+            assert (stats.virtual_capacity_bytes, stats.physical_usage_bytes, stats.mapped_pages) == (
+                128 * GIB,
+                96 * MIB,
+                48,
+            )
+            pool.free(0, 64 * MIB)
+            assert [(move.old_offset, move.new_offset, move.size) for move in pool.compact()] == [(GIB, 0, 32 * MIB)]
+            pool.free(0, 32 * MIB)
+            assert pool.physical_usage_bytes == 0
+
+    def test_a_model_is_registered_once(self, shared: SharedMemoryPool) -> None:
+        shared.allocate_for_model("gpt2", PAGE)
+        before = shared.global_stats()
+        with pytest.raises(ModelAlreadyExists):
+            shared.register_model("gpt2", PAGE)
+        assert shared.global_stats() == before
+        assert shared.get_model_stats("gpt2").virtual_capacity_bytes == 32 * PAGE
+
+    def test_a_model_that_is_not_there(self, shared: SharedMemoryPool) -> None:
+        calls = (
+            shared.get_model_stats,
+            shared.unregister_model,
+            shared.pool,
+            partial(shared.allocate_for_model, size=1),
+            partial(shared.deallocate_for_model, offset=0, size=1),
+        )
+        for call in calls:
+            with pytest.raises(ModelNotFound, match="opt"):
+                call("opt")
+
+    def test_out_of_physical_memory(self, shared: SharedMemoryPool, source: LocalSource) -> None:
+        """The limit holds for all models together, and the error has the seed's numbers; nothing has changed."""
+        shared.allocate_for_model("llama-7b", 10 * PAGE)
+        with pytest.raises(OutOfMemory) as refused:
+            shared.allocate_for_model("gpt2", 7 * PAGE)
+        assert (refused.value.requested_bytes, refused.value.available_bytes) == (7 * PAGE, 6 * PAGE)
+        assert isinstance(refused.value, OutOfMemory)
+        assert shared.global_stats().physical_usage_bytes == source.physical_usage_bytes == 10 * PAGE
+        shared.allocate_for_model("gpt2", 6 * PAGE)
+        shared.deallocate_for_model("llama-7b", 0, PAGE)
+        shared.allocate_for_model("gpt2", PAGE)
+
+
+class TestFaultsOfTheSeed:
+    def test_successive_allocations(self, shared: SharedMemoryPool, driver: FlakyDriver) -> None:
+        """There every allocation lands at offset 0, so the second one fails. Here each has its own, stable address."""
+        addresses = [shared.allocate_for_model("gpt2", PAGE) for _ in range(4)]
+        assert len(set(addresses)) == 4
+        for number, address in enumerate(addresses):
+            driver.write(address, b"%04d" % number)
+        base = shared.pool("gpt2").base_address
+        shared.deallocate_for_model("gpt2", addresses[1] - base, PAGE)
+        assert shared.allocate_for_model("gpt2", PAGE) == addresses[1]
+        for number in (0, 2, 3):
+            assert driver.read(addresses[number], 4) == b"%04d" % number
+
+    @pytest.mark.parametrize("mappings", [0, 1, 5, 11])
+    def test_a_failure_half_way(
+        self, shared: SharedMemoryPool, source: LocalSource, driver: FlakyDriver, mappings: int
+    ) -> None:
+        """There the pages before the one that fails leak. Here nothing of it stays, mapped or counted."""
+        shared.allocate_for_model("gpt2", PAGE)
+        driver.maps_left = mappings
+        with pytest.raises(DeviceFailure):
+            shared.allocate_for_model("gpt2", 12 * PAGE)
+        driver.maps_left = None
+        assert shared.get_model_stats("gpt2").mapped_pages == 1
+        assert shared.global_stats().physical_usage_bytes == source.physical_usage_bytes == PAGE
+        shared.allocate_for_model("gpt2", 15 * PAGE)
+
+    def test_no_sum_overflows(self, shared: SharedMemoryPool, source: LocalSource) -> None:
+        """There offset + size wraps around, and passes the check. Here it is compared without a sum."""
+        shared.allocate_for_model("gpt2", 2 * PAGE)
+        for offset, size in [(2**64 - 1, 2), (2**63 - 1, 2**63 - 1), (PAGE, 2**63 - 1), (-1, 2)]:
+            with pytest.raises(InvalidOffset):
+                shared.deallocate_for_model("gpt2", offset, size)
+            for too_much in (2**63 - 1, 33 * PAGE):
+                with pytest.raises((OutOfVirtualMemory, OutOfMemory)):
+                    shared.allocate_for_model("gpt2", too_much)
+            assert shared.global_stats().physical_usage_bytes == source.physical_usage_bytes == 2 * PAGE
+
+    def test_usage_counts_the_pages_touched(self, shared: SharedMemoryPool, source: LocalSource) -> None:
+        """There usage is the rounded size; a range over a border touches one page more, and the sums drift apart."""
+        shared.allocate_for_model("gpt2", 1)
+        shared.allocate_for_model("gpt2", PAGE + 1)
+        assert shared.global_stats().physical_usage_bytes == source.physical_usage_bytes == 3 * PAGE
+        shared.deallocate_for_model("gpt2", 2 * PAGE - 1, 2)  # two bytes, and two pages
+        assert shared.global_stats().physical_usage_bytes == source.physical_usage_bytes == PAGE
+        with pytest.raises(NotMapped):
+            shared.deallocate_for_model("gpt2", 0, 3 * PAGE)
+        shared.deallocate_for_model("gpt2", PAGE - 1, 1)
+        assert shared.global_stats().physical_usage_bytes == source.physical_usage_bytes == 0
+
+    def test_unregistering_counts_right(self, shared: SharedMemoryPool, source: LocalSource) -> None:
+        """There the sum after an unregistration is wrong. Here what the model held is the others' again."""
+        shared.allocate_for_model("llama-7b", 9 * PAGE)
+        shared.allocate_for_model("gpt2", 3 * PAGE)
+        shared.deallocate_for_model("llama-7b", 4 * PAGE, 2 * PAGE)
+        shared.unregister_model("llama-7b")
+        assert shared.global_stats() == GlobalMemoryStats(16 * PAGE, 3 * PAGE, 1)
+        assert source.physical_usage_bytes == 3 * PAGE
+        shared.allocate_for_model("gpt2", 13 * PAGE)
+        with pytest.raises(ModelNotFound):
+            shared.allocate_for_model("llama-7b", 1)
+        shared.unregister_model("gpt2")
+        shared.register_model("llama-7b", 8 * PAGE)
+        assert shared.global_stats() == GlobalMemoryStats(16 * PAGE, 0, 1)
+        assert shared.get_model_stats("llama-7b").virtual_capacity_bytes == 8 * PAGE
+
+
+class TestModels:
+    def test_a_model_has_its_own_limit(self, shared: SharedMemoryPool, source: LocalSource) -> None:
+        """A small model beside a large one; who refused is told."""
+        shared.register_model("small", 64 * PAGE, limit=2 * PAGE)
+        shared.allocate_for_model("small", 2 * PAGE)
+        with pytest.raises(OutOfMemory) as refused:
+            shared.allocate_for_model("small", PAGE)
+        assert (refused.value.level, refused.value.requested_bytes, refused.value.available_bytes) == ("model", PAGE, 0)
+        assert shared.global_stats().physical_usage_bytes == source.physical_usage_bytes == 2 * PAGE
+        shared.allocate_for_model("gpt2", 14 * PAGE)
+        with pytest.raises(OutOfMemory) as refused:
+            shared.allocate_for_model("llama-7b", PAGE)
+        assert refused.value.level == "shared pool"
+
+    def test_a_model_with_living_views_is_not_unregistered(self, shared: SharedMemoryPool, source: LocalSource) -> None:
+        """A request still runs in the model's memory: it is told before anything has changed."""
+        shared.allocate_for_model("gpt2", 2 * PAGE)
+        before = shared.global_stats()
+        with shared.pool("gpt2").pin(PAGE, 1), pytest.raises(ModelInUse):
+            shared.unregister_model("gpt2")
+        assert shared.global_stats() == before
+        shared.unregister_model("gpt2")
+        assert source.physical_usage_bytes == 0
+
+    def test_a_forked_child_waits_for_nobody(self) -> None:
+        """A thread of the parent is in the midst of a call at the fork: the child is told, and does not hang."""
+        script = """
+import os, signal, sys, threading, membroker
+source = membroker.LocalSource("host")
+shared = membroker.SharedMemoryPool(source, page_size="2MiB")
+shared.register_model("m", "4MiB")
+with shared._lock, source._lock:  # as another thread would
+    child = os.fork()
+    if not child:
+        signal.alarm(120)
+        for call in (lambda: shared.allocate_for_model("m", 1), lambda: shared.register_model("n", "2MiB"),
+                     lambda: shared.unregister_model("m"), lambda: shared.get_model_stats("m"),
+                     lambda: membroker.VirtualMemoryPool(source, "2MiB", "2MiB")):
+            try:
+                call()
+            except membroker.ClosedError as error:
+                assert "process" in str(error), error
+            else:
+                sys.exit(1)
+        shared.global_stats()
+        shared.close()
+        source.close()
+        os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+shared.allocate_for_model("m", 1)
+"""
+        command = [sys.executable, "-X", "dev", "-c", script]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_models_of_many_threads(source: LocalSource, driver: FlakyDriver) -> None:
+    """Each thread registers its own model, works in it, and unregisters it; one name is wanted by all of them."""
+    won: list[int] = []
+    with SharedMemoryPool(source, 12 * PAGE, PAGE) as shared:
+
+        def host(number: int) -> None:
+            choose = random.Random(number)
+            try:
+                shared.register_model("wanted", PAGE)
+                won.append(number)
+            except ModelAlreadyExists:
+                pass
+            name = f"model-{number}"
+            shared.register_model(name, 64 * PAGE)
+            base = shared.pool(name).base_address
+            for _ in range(20):
+                try:
+                    address = shared.allocate_for_model(name, choose.randint(1, 3) * PAGE)
+                except OutOfMemory:
+                    continue
+                driver.write(address, b"%08d" % number)
+                assert shared.global_stats().physical_usage_bytes <= 12 * PAGE
+                assert driver.read(address, 8) == b"%08d" % number
+                if choose.random() < 0.7:
+                    shared.deallocate_for_model(name, address - base, 1)
+            shared.unregister_model(name)
+
+        together([partial(host, number) for number in range(6)])
+        assert len(won) == 1
+        assert shared.global_stats() == GlobalMemoryStats(12 * PAGE, 0, 1)
+        assert source.physical_usage_bytes == 0
