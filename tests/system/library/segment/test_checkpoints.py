@@ -139,8 +139,11 @@ FAILURES: dict[str, tuple[type[BaseException], str]] = {
 }
 
 
-@pytest.mark.parametrize("size", [MIB, 80 * MIB], ids=["one reader", "several"])
-@pytest.mark.parametrize("what", FAILURES)
+@pytest.mark.parametrize(
+    ("size", "what"),
+    [*((80 * MIB, what) for what in FAILURES), (MIB, "Ctrl-C"), (MIB, "device")],
+    ids=[*(f"{what} beside several readers" for what in FAILURES), "Ctrl-C", "device"],
+)
 def test_what_ends_it_half_way_leaves_nothing(
     daemon: Daemon, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, what: str
 ) -> None:

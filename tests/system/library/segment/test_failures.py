@@ -30,11 +30,10 @@ LARGE = 2 * GIB + PAGE
 """Three extents in two packets: 1 GiB twice, and the rest."""
 
 FAILURES: dict[str, dict[str, Any]] = {
-    **{f"import {number}": {"imports_left": number} for number in range(3)},
-    "import interrupted": {"imports_left": 1, "failure": KeyboardInterrupt()},
+    "import in the first packet": {"imports_left": 0},
+    "import in the second": {"imports_left": 2},
     "reserve": {"reserves": False},
-    **{f"map {number}": {"maps_left": number} for number in range(3)},
-    "map interrupted": {"maps_left": 1, "map_failure": KeyboardInterrupt()},
+    "map": {"maps_left": 1},
     "set_access": {"lost": True},
 }
 
@@ -59,7 +58,7 @@ class TestFailures:
             client.attach("weights").close()
             for call in (lambda: client.attach("weights"), lambda: model.create_segment("other", LARGE)):
                 vars(driver).update(FAILURES[what])
-                with pytest.raises((membroker.DeviceFailure, KeyboardInterrupt)):
+                with pytest.raises(membroker.DeviceFailure):
                     call()
                 vars(driver).update({key: well[key] for key in FAILURES[what]})
                 until(lambda: holders(client) == {"weights": 0})
