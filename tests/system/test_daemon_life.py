@@ -32,12 +32,12 @@ from membroker.wire.sessions import descriptors_for, sessions_for
 NOBODY = 65_534
 
 
-def borrow(one: Worker, daemon: Daemon, transport: str = "handoff", outage: float = 0.0) -> Worker:
+def borrow(one: Worker, daemon: Daemon, outage: float = 0.0) -> Worker:
     """Have a worker hold 24 MiB in a pool and 6 in a buffer, with something written in both.
 
     Its calls wait for a broker that is away for `outage` seconds.
     """
-    one.do(f"client = membroker.connect({str(daemon.endpoint())!r}, transport={transport!r}, outage={outage})")
+    one.do(f"client = membroker.connect({str(daemon.endpoint())!r}, outage={outage})")
     one.do("model = client.model('m', virtual_capacity='1GiB'); pool = model.pool(page_size='2MiB')")
     one.do("pool.allocate(0, 24 * MIB); buffer = model.allocate('6MiB')")
     one.do("view = pool.view(0, 24 * MIB); view[:4] = b'mine'; view[-4:] = b'last'; buffer.view()[:4] = b'also'")
@@ -100,11 +100,11 @@ def refuse_to_start(*arguments: str, user: int | None = None, warns: bool = Fals
 # Its end
 
 
-def test_sigterm_ends_it_and_workers_compute_on(daemon: Daemon, transport: str) -> None:
+def test_sigterm_ends_it_and_workers_compute_on(daemon: Daemon) -> None:
     """The operator stops the daemon under two engines, one of them with half of an answer unread."""
     with worker() as engine, worker() as reader:
-        borrow(engine, daemon, transport)
-        reader.do(f"raw = Raw({str(daemon.endpoint('blue'))!r}, {transport!r}); raw.hello(); raw.send_allocate(4)")
+        borrow(engine, daemon)
+        reader.do(f"raw = Raw({str(daemon.endpoint('blue'))!r}, 'handoff'); raw.hello(); raw.send_allocate(4)")
         reader.do("raw.read_delivery(); raw.import_all(); raw.map_all()")
         assert daemon.stop() == 0
         assert "Traceback" not in daemon.log()

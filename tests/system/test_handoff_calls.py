@@ -11,6 +11,7 @@ from tests.support import raw
 from tests.support.daemons import Daemon, running, until
 from tests.support.raw import Session, allocation, grpc_call, reason, segment_of
 from tests.support.sizes import GIB, MIB
+from tests.system.library.test_waiting import waiting
 
 import membroker
 from membroker.v1 import broker_pb2 as bpb
@@ -26,12 +27,6 @@ PAGE = 2 * MIB
 Ask = Callable[[str, Any], Any]
 
 
-@pytest.fixture(params=["handoff", "grpc"])
-def transport(request: pytest.FixtureRequest) -> str:
-    """Return by which way a model is registered: they differ in nothing."""
-    return str(request.param)
-
-
 def asker(session: Session, transport: str) -> Ask:
     """Return a function that puts a request by its name, `RegisterModel` or `UnregisterModel`."""
     kinds = {"RegisterModel": "register_model", "UnregisterModel": "unregister_model"}
@@ -45,6 +40,7 @@ def asker(session: Session, transport: str) -> Ask:
     return ask
 
 
+@pytest.mark.parametrize("transport", ["handoff", "grpc"])
 def test_a_model_is_registered_joined_and_left(daemon: Daemon, transport: str) -> None:
     """The answer is the model as it stands, whichever way was taken, and the session can borrow for it."""
     with Session(daemon.endpoint()) as one, Session(daemon.endpoint()) as two:
@@ -224,8 +220,3 @@ def waits(session: Session, model: str) -> int:
     request.wait.seconds = 600
     session.send(pb.Frame(request_id=request_id, allocate=request))
     return request_id
-
-
-def waiting(daemon: Daemon) -> int:
-    """Return how many requests wait for memory."""
-    return sum(books.waiting_requests for model in daemon.models() for books in model.books)

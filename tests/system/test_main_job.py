@@ -147,15 +147,14 @@ def test_nobody_is_refused_for_what_was_given_back_before() -> None:
         assert denials == {"tenants/red/models/m": {"CAPACITY": 1}, model: {"INVALID_SIZE": 1}}, "counted twice"
 
 
-@EACH_WAY
-def test_declared_memory_is_charged_and_credited(daemon: Daemon, transport: str) -> None:
+def test_declared_memory_is_charged_and_credited(daemon: Daemon) -> None:
     """An engine's CUDA context is its own allocation; declared, it counts against limits like everything else.
 
     It ends with a smaller declaration, with 0, or with the process, killed or not.
     """
     at_start = descriptors_at_start(daemon)
     with worker() as engine:
-        engine.connect(daemon, transport=transport)
+        engine.connect(daemon)
         engine.do("model = client.model('m', limit='64MiB'); model.declare(50_000_001)")
         books = engine.ask("(lambda b: [b.used_bytes, b.declared_bytes, b.extents])(model.stats().books['device'])")
         assert books == [50_000_001, 50_000_001, 0]

@@ -80,9 +80,9 @@ def attach(one: Worker, daemon: Daemon, transport: str = "handoff") -> Worker:
     return one
 
 
-def wait_in_attach(one: Worker, daemon: Daemon, transport: str = "handoff") -> Worker:
+def wait_in_attach(one: Worker, daemon: Daemon) -> Worker:
     """Have a worker attach the segment in a thread, which waits."""
-    one.connect(daemon, transport=transport)
+    one.connect(daemon)
     one.do("attaching = Attaching(client.model('n'), client, 'weights')")
     assert one.ask("attaching.is_waiting()")
     return one
@@ -123,15 +123,15 @@ class SegmentAsker(Asker):
 # Sharing
 
 
-def test_bytes_are_charged_once_however_many_have_them_mapped(daemon: Daemon, transport: str) -> None:
+def test_bytes_are_charged_once_however_many_have_them_mapped(daemon: Daemon) -> None:
     """Three engines of one model: one loads the weights, two map the same memory. The books, the device and the
     metrics have it once, under the model and under no session.
     """
     with clean(daemon), workers(3) as (writer, *readers):
-        write(writer, daemon, transport)
+        write(writer, daemon)
         writer.do("segment.seal()")
         for each in readers:
-            attach(each, daemon, transport)
+            attach(each, daemon)
         assert all(reads(each) for each in (writer, *readers))
         assert holders(daemon) == 3
         assert daemon.books().lent_bytes == SIZE
@@ -246,16 +246,16 @@ def test_the_broker_keeps_only_so_many_extents() -> None:
 # Nobody writes to what is sealed
 
 
-def test_a_writer_that_spoils_its_own_seal_harms_nobody(daemon: Daemon, transport: str) -> None:
+def test_a_writer_that_spoils_its_own_seal_harms_nobody(daemon: Daemon) -> None:
     """It forbids further seals on its descriptor, so that the broker cannot seal: the segment stays what it was,
     readers wait on, and it is given up like any other.
     """
     with clean(daemon), Session(daemon.endpoint()) as session, worker() as reader:
-        asker = SegmentAsker(session, transport)
+        asker = SegmentAsker(session, "handoff")
         request = pb.CreateSegmentRequest(model=session.register("m"), segment_id="weights", size_bytes=PAGE)
         made, _, (descriptor,) = session.take(create_segment=request)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
-        wait_in_attach(reader, daemon, transport)
+        wait_in_attach(reader, daemon)
         for _ in range(2):
             refused = asker.seal(made.generation)
             assert reason(refused) == "DRIVER_FAILED"

@@ -327,21 +327,21 @@ def test_every_call_has_a_row() -> None:
     }
 
 
-@pytest.mark.parametrize("tenant", ["red", "blue"])
-def test_no_number_that_is_guessed_is_anybodys(plain: Scene, transport: str, tenant: str) -> None:
+def test_no_number_that_is_guessed_is_anybodys(plain: Scene, transport: str) -> None:
     """Ids and generations come from one counter, so S's can be guessed: the answer is that of a free one."""
-    with plain.s() as (_, target, _), raw.Session(plain.daemon.endpoint(tenant)) as stranger:
-        me = Party(stranger.endpoint, stranger.endpoint)
-        me.session, me.transport = stranger, transport
-        middle, before = target.extent, plain.books()
-        for number in range(middle - 12, middle + 12):
-            request = bpb.ReleaseExtentsRequest(extent_ids=[number])
-            assert reason(me.ask(target, "ReleaseExtents", request)) == "EXTENT_NOT_FOUND"
-            for method, kind in (("Seal", bpb.SealSegmentRequest), ("Detach", bpb.DetachSegmentRequest)):
-                answer = me.ask(target, f"{method}Segment", kind(generation=number))
-                assert reason(answer) == "SEGMENT_NOT_FOUND"
-        assert plain.books() == before
-    plain.tidy()
+    for tenant in ("red", "blue"):
+        with plain.s() as (_, target, _), raw.Session(plain.daemon.endpoint(tenant)) as stranger:
+            me = Party(stranger.endpoint, stranger.endpoint)
+            me.session, me.transport = stranger, transport
+            middle, before = target.extent, plain.books()
+            for number in range(middle - 12, middle + 12):
+                request = bpb.ReleaseExtentsRequest(extent_ids=[number])
+                assert reason(me.ask(target, "ReleaseExtents", request)) == "EXTENT_NOT_FOUND"
+                for method, kind in (("Seal", bpb.SealSegmentRequest), ("Detach", bpb.DetachSegmentRequest)):
+                    answer = me.ask(target, f"{method}Segment", kind(generation=number))
+                    assert reason(answer) == "SEGMENT_NOT_FOUND"
+            assert plain.books() == before
+        plain.tidy()
 
 
 def test_a_name_that_is_anothers_is_as_unknown_as_none(plain: Scene, transport: str) -> None:

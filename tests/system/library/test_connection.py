@@ -27,6 +27,7 @@ PAGE = 2 * MIB
 
 
 class TestMainJob:
+    @one_transport
     def test_many_packets(self, daemon: Daemon, transport: str) -> None:
         """128 pages are two packets of the window; each page is its own memory, in order."""
         with (
@@ -105,6 +106,7 @@ class TestMainJob:
 
 
 class TestThreads:
+    @one_transport
     def test_one_client_many_threads(self, daemon: Daemon, transport: str) -> None:
         """Eight threads of an engine share one client: each writes its own pages, checks them, and gives them back."""
 

@@ -25,10 +25,9 @@ PAGE = 2 * MIB
 
 
 class TestExit:
-    @pytest.mark.parametrize("keeps", ["buffer.view()", "None"])
-    def test_exit_without_close(self, daemon: Daemon, transport: str, keeps: str) -> None:
+    def test_exit_without_close(self, daemon: Daemon, transport: str) -> None:
         """A script just ends, with pools, buffers and views in its globals: no noise, no hang, nothing lent."""
-        script = f"""
+        script = """
 import atexit
 atexit.register(lambda: say("closed:", client.closed))  # runs after the library's own, which comes later
 client = connect()
@@ -40,11 +39,12 @@ view = {keeps}
 client.device()
 say("end")
 """
-        with worker(script, daemon, transport) as process:
-            assert heard(process) == "end"
-            assert heard(process) == "closed: True"
-            ends(process)
-        until(lambda: is_settled(daemon) and not daemon.sessions())
+        for keeps in ("buffer.view()", "None"):
+            with worker(script.format(keeps=keeps), daemon, transport) as process:
+                assert heard(process) == "end"
+                assert heard(process) == "closed: True"
+                ends(process)
+            until(lambda: is_settled(daemon) and not daemon.sessions())
 
     @one_transport
     def test_exit_with_threads_in_a_call(self, daemon: Daemon, transport: str) -> None:

@@ -165,6 +165,7 @@ def test_a_refusal_comes_at_the_deadline_with_its_numbers(daemon: Daemon, asker:
         assert daemon.books().lent_bytes == CAPACITY
 
 
+@one_transport
 def test_an_error_has_the_numbers_of_the_share(daemon: Daemon, asker: Worker) -> None:
     """Two models want more than is free: each is told what it could have, before it asks and when it is refused."""
     with full(daemon, size=CAPACITY // 2), worker() as third:

@@ -145,6 +145,7 @@ class TestLife:
             client.attach("weights")
         assert model.create_segment("weights", 1).read(0, 4) == bytes(4)
 
+    @one_transport
     def test_deleted_when_left(self, daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
         """Engines share it, and its writer is gone. The last two are killed in one moment, and nothing is left."""
         with workers(3) as engines:
@@ -161,6 +162,7 @@ class TestLife:
             until(lambda: not client.segments())
             until(lambda: daemon.books().lent_bytes == 0)
 
+    @one_transport
     def test_closed_with_its_client(self, daemon: Daemon, transport: str) -> None:
         """What was sealed lives on; what was not is given up."""
         with membroker.connect(daemon.endpoint(), transport=transport) as other:
@@ -267,13 +269,13 @@ class TestWaiting:
         assert [reader.value() for reader in readers] == [b"last"] * 3
         assert holders(client) == {"weights": 1}
 
-    @pytest.mark.parametrize("end", ["close", "delete"])
-    def test_its_writer_gives_up(self, client: membroker.Client, model: membroker.Model, end: str) -> None:
+    def test_its_writer_gives_up(self, client: membroker.Client, model: membroker.Model) -> None:
         """Its end comes after the attach in the order of the session's frames, or before it is asked."""
-        segment = model.create_segment("weights", 1)
-        reader = Caller(lambda: client.attach("weights"))
-        getattr(segment, end)()
-        assert type(reader.end().error) in (membroker.WriterDied, membroker.SegmentNotFound)
+        for name, give_up in (("closed", membroker.Segment.close), ("deleted", membroker.Segment.delete)):
+            segment = model.create_segment(name, 1)
+            reader = Caller(lambda name=name: client.attach(name))
+            give_up(segment)
+            assert type(reader.end().error) in (membroker.WriterDied, membroker.SegmentNotFound)
 
     @one_transport
     def test_for_a_time(self, client: membroker.Client, model: membroker.Model) -> None:
