@@ -1,10 +1,11 @@
-"""What a test asks of a driver's error: its name, and not its sentence."""
+"""A driver's errors: what a test asks of one is its name, and not its sentence; and a driver that raises one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from membroker.vmm import DriverError
+from membroker.vmm import Driver, DriverError
 
 
 def named(*names: str) -> Callable[[BaseException], bool]:
@@ -15,3 +16,17 @@ def named(*names: str) -> Callable[[BaseException], bool]:
         return isinstance(found, DriverError) and found.name in names
 
     return check
+
+
+def fail_once(driver: Driver, call: str, number: int = 1) -> None:
+    """Let the driver refuse one call, the `number`th from now on, as a GPU does while a graph is captured."""
+    real, left = getattr(driver, call), number
+
+    def flaky(*arguments: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise DriverError(call, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900)
+        return real(*arguments, **options)
+
+    setattr(driver, call, flaky)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import socket
@@ -19,15 +18,12 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.support.command import check_config
 from tests.support.daemons import DEADLINE_SECONDS, DEFAULTS, Daemon, running, to_toml, until
-from tests.support.honest_worker import other_user
 from tests.support.sizes import MIB
 from tests.support.template import run as run_python
 from tests.support.workers import ANCHOR_BYTES, Worker, as_user, worker, workers
 
 from membroker.v1 import admin_pb2_grpc, broker_pb2
-from membroker.wire.sessions import descriptors_for, sessions_for
 
 NOBODY = 65_534
 
@@ -328,46 +324,6 @@ def test_without_any_configuration_each_user_is_a_tenant(monkeypatch: pytest.Mon
 
 
 # What it says
-
-
-def test_a_check_says_what_the_daemon_would_not_start_with_or_should_not() -> None:
-    """More sessions than this user's descriptors are enough for, and a whole device for every local user."""
-    with tempfile.TemporaryDirectory(prefix="mb-") as directory:
-        os.chmod(directory, 0o755)
-        path = Path(directory, "membrokerd.toml")
-        path.write_text(to_toml({"runtime_directory": str(Path(directory, "run")), "max_sessions": 5}))
-        limit = (
-            "import resource,sys,os;resource.setrlimit(resource.RLIMIT_NOFILE,(800,)*2);"
-            "os.execv(sys.argv[1],sys.argv[1:])"
-        )
-        check = [sys.executable, "-m", "membrokerd.cli", "--config", str(path), "--check-config"]
-        command = [*as_user(other_user()), sys.executable, "-c", limit, *check]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
-        sessions, tenants = ran.stderr.splitlines()
-        found = re.search(
-            r"max_sessions = 5 needs a limit of (\d+) .* may have 800: .* max_sessions = (\d+)$", sessions
-        )
-        assert found is not None, sessions
-        assert (int(found[1]), int(found[2])) == (descriptors_for(5), sessions_for(800))
-        assert tenants.startswith(f"{path}: there are no tenants and no default_limit: ")
-
-
-def test_a_check_warns_of_numbers_that_do_not_go_together(tmp_path: Path) -> None:
-    """A time that was forgotten when another was raised for a slow engine, or sizes of another machine."""
-    for values, told in [
-        ({"recall_seconds": 3.5}, "guarantee_wait_seconds: 10 is less than 3 times recall_seconds, 10.5"),
-        ({"recall_seconds": 3.0}, ""),  # as docs/vllm.md has it
-        ({"guarantee_wait_seconds": 2.5}, "guarantee_wait_seconds: 2.5 is less than 3 times recall_seconds, 3"),
-        ({"guarantee_wait_seconds": 0}, ""),  # nothing waits unless it says so
-        ({"capacity": "1PiB"}, "capacity: 1.0 PiB of host memory is more than the "),
-        ({"host_capacity": "1PiB"}, "capacity and host_capacity: 1.0 PiB of host memory is more than the "),
-        ({"driver": "cuda", "host_capacity": "1PiB"}, "host_capacity: 1.0 PiB of host memory is more than the "),
-        ({"driver": "cuda", "capacity": "1PiB"}, ""),  # of a GPU
-    ]:
-        status, said = check_config(tmp_path / "membrokerd.toml", values)
-        assert status == 0
-        assert said[0].startswith(told) if told else not said
 
 
 def test_a_misspelled_option_starts_nothing() -> None:

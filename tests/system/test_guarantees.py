@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.support.command import check_config
 from tests.support.daemons import Daemon, running, until
 from tests.support.raw import Session, allocation
 from tests.support.sizes import MIB
-from tests.support.template import run as run_python
 from tests.system.test_reload import reload
 
 import membroker
@@ -36,12 +31,6 @@ TENANTS: dict[str, Any] = {
 def daemon() -> Iterator[Daemon]:
     with running({"tenants": TENANTS}) as one:  # of 256 MiB
         yield one
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Return where a configuration is written."""
-    return tmp_path / "membrokerd.toml"
 
 
 @pytest.fixture
@@ -109,81 +98,6 @@ def test_a_command_outlives_the_daemon_and_takes_nothing_back(daemon: Daemon, bl
     assert batch.available().now_bytes == 60 * MIB, "the configured 96 are in force again"
     again.close()
     first.close()
-
-
-def test_a_configuration_that_cannot_be_kept_is_wrong(path: Path) -> None:
-    for keys, key, size in (
-        ({"limit": "4MiB", "guarantee": "8MiB"}, "tenants.red.guarantee", "8MiB"),
-        ({"guarantee": "512MiB"}, "tenants", "512MiB"),
-    ):
-        status, said = check_config(path, {"tenants": {"red": keys}})
-        assert status == 1
-        assert re.search(rf'^(membrokerd: {path}: )?{re.escape(key)}: .* would be "{size}"', said[-1]), said
-
-
-def test_a_check_asks_the_device_how_much_it_has(path: Path) -> None:
-    """`capacity` is commented out, as in the file that is delivered: the sum of the guarantees is the device's to say.
-
-    The start and the check refuse the same file.
-    """
-    keys = {"capacity": None, "tenants": {"red": {"guarantee": "900GiB"}}}
-    with tempfile.TemporaryDirectory(prefix="mb-") as runtime:
-        status, checked = check_config(path, {"runtime_directory": f"{runtime}/run", **keys})
-        started = run_python(["-m", "membrokerd.cli", "--config", str(path)])
-    for code, said in ((status, checked[-1]), (started.returncode, started.stderr.splitlines()[-1])):
-        assert code == 1
-        assert re.search(r"900\.0 GiB of device memory, more than the capacity, 1\.0", said)
-
-
-def test_a_check_says_when_it_could_not_ask(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is for a machine with a GPU, and is checked on another one."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    keys = {"driver": "cuda", "capacity": None, "tenants": {"red": {"guarantee": "64GiB"}}}
-    status, said = check_config(path, keys)
-    assert status == 0
-    assert any(line.startswith("the guarantees were not added up") for line in said)
-
-
-def test_a_check_adds_what_was_set_by_command(path: Path) -> None:
-    """Without `capacity` in the file, too."""
-    kept = path.with_name("kept") / "host" / "quotas.toml"
-    kept.parent.mkdir(parents=True)
-    kept.write_text('[tenants.blue]\nguarantee = "768MiB"\n')
-    keys = {"capacity": None, "tenants": {"red": {"guarantee": "512MiB"}, "blue": {}}}
-    status, said = check_config(path, {"state_directory": str(path.with_name("kept")), **keys})
-    assert status == 0
-    assert any(line.startswith(f"{kept}: ") and "1280.0 MiB of device memory" in line for line in said)
-
-
-def test_a_check_of_the_configuration_counts_contexts(path: Path) -> None:
-    """Each guaranteed model needs room for its CUDA context, which the broker does not lend."""
-    models = {"a": {"guarantee": "1GiB"}, "b": {"guarantee": "1GiB"}}
-    keys = {"driver": "cuda", "capacity": None, "headroom": "1GiB", "tenants": {"red": {"models": models}}}
-    status, said = check_config(path, keys)
-    assert status == 0
-    assert any(line.startswith("headroom: 2 models have a guarantee") for line in said)
-
-
-def test_a_check_of_the_configuration_looks_at_guarantees(path: Path) -> None:
-    """One that pages do not fill, and quotas by command that were fine with the configuration of before."""
-    models = {"a": {"guarantee": "96MiB"}, "b": {"guarantee": "128MiB", "limit": "1GiB"}}
-    places = {"state_directory": str(path.with_name("kept"))}
-    keys = {**places, "driver": "cuda", "capacity": "2GiB", "tenants": {"red": {"models": models}}}
-    kept = path.with_name("kept") / "gpu-12345678" / "quotas.toml"
-    kept.parent.mkdir(parents=True)
-    kept.write_text('[tenants.red.models.b]\nguarantee = "512MiB"\n')
-    status, (odd,) = check_config(path, keys)
-    assert status == 0
-    assert odd.startswith("tenants.red.models.a.guarantee: 96.0 MiB is not a multiple of 64.0 MiB")
-    kept.write_text('[tenants.red.models.b]\nguarantee = "2GiB"\n')
-    status, (first, *more) = check_config(path, keys)
-    assert (status, first) == (0, odd)
-    for line, numbers in zip(more, (("2.0 GiB", "limit, 1.0"), ("2144.0 MiB", "capacity, 2.0")), strict=True):
-        assert re.search(rf"^{kept}: .* {numbers[0]} .* {numbers[1]} GiB: .*`membroker quota set`", line)
-    kept.write_text("[tenants.red]\nguarantees = 1\n")
-    status, said = check_config(path, keys)
-    assert status == 1
-    assert f"{kept}: tenants.red.guarantees" in said[-1]
 
 
 def test_the_doctor_looks_at_guarantees(daemon: Daemon, blue: Client, admin: Admin) -> None:

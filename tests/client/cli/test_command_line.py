@@ -1,11 +1,13 @@
-"""What the command `membroker` says before it looks for a broker."""
+"""What the command `membroker` says before it looks for a broker, and where it finds none."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
+from tests.support.command import refused
 
 from membroker import types
 from membroker.admin import ProcessStatus, TenantBooks, TenantStatus
@@ -133,3 +135,13 @@ def test_the_admin_endpoint_is_the_sibling_of_a_tenants() -> None:
     assert str(admin_socket(None, {"MEMBROKER_ENDPOINT": f"{device}/tenants/acme"})) == f"{device}/admin/grpc.sock"
     with pytest.raises(InvalidRequest, match="--endpoint"):
         admin_socket("/membroker", {})
+
+
+def test_no_broker_is_one_sentence_and_status_1(tmp_path: Path) -> None:
+    for arguments in [
+        *(("status", "--json"), ("models", "--admin"), ("forget", "sessions/1"), ("drain",)),
+        *(("segments",), ("segments", "show", "m/w"), ("segments", "delete", "a/m/w", "--admin")),
+    ]:
+        whole = arguments[0] in ("drain", "undrain")  # not to be told at a tenant's endpoint
+        env = {"MEMBROKER_ENDPOINT": str(tmp_path / ("admin" if whole else "tenants/acme"))}
+        assert "membrokerd" in refused(*arguments, env=env)

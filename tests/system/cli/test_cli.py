@@ -220,16 +220,6 @@ def test_an_output_that_cannot_show_everything(daemon: Daemon) -> None:
 # --- Without a daemon ---
 
 
-def test_no_broker_is_one_sentence_and_status_1(tmp_path: Path) -> None:
-    for arguments in [
-        *(("status", "--json"), ("models", "--admin"), ("forget", "sessions/1"), ("drain",)),
-        *(("segments",), ("segments", "show", "m/w"), ("segments", "delete", "a/m/w", "--admin")),
-    ]:
-        whole = arguments[0] in ("drain", "undrain")  # not to be told at a tenant's endpoint
-        env = {"MEMBROKER_ENDPOINT": str(tmp_path / ("admin" if whole else "tenants/acme"))}
-        assert "membrokerd" in refused(*arguments, env=env)
-
-
 def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
     daemon.kill()
     for option in ((), ("--admin",)):
