@@ -108,14 +108,12 @@ def sentence(command: Path, *arguments: str) -> str:
     return line
 
 
-@pytest.mark.parametrize(
-    "command", [("membrokerd", "--driver", "host"), ("membrokerd",), ("membroker", "demo")], ids=" ".join
-)
-def test_what_needs_an_extra_names_it(bare: Path, command: tuple[str, ...]) -> None:
+def test_what_needs_an_extra_names_it(bare: Path) -> None:
     """Somebody installs the library and tries the daemon, or the demo."""
-    line = sentence(bare / command[0], *command[1:])
-    assert line.startswith(f"{command[0]}: ")
-    assert "pip install 'membroker[broker]'" in line
+    for command, *words in (("membrokerd", "--driver", "host"), ("membrokerd",), ("membroker", "demo")):
+        line = sentence(bare / command, *words)
+        assert line.startswith(f"{command}: ")
+        assert "pip install 'membroker[broker]'" in line
 
 
 def test_the_library_needs_no_extra(bare: Path) -> None:

@@ -60,22 +60,23 @@ def answer(daemon: Daemon, name: str, typed: bytes) -> tuple[int, str, str]:
         os.close(terminal)
 
 
-@pytest.mark.parametrize("typed", [b"\n", b"maybe\n", b"\x04"])
-def test_a_question_that_is_not_answered_by_yes_ends_nothing(daemon: Daemon, victim: Victim, typed: bytes) -> None:
+def test_a_question_that_is_not_answered_by_yes_ends_nothing(daemon: Daemon, victim: Victim) -> None:
     """The operator sees that the process serves another tenant, too, and thinks better of it."""
-    status, out, shown = answer(daemon, victim.red, typed)
-    assert (status, out) == (1, "")
-    assert f"process {victim.worker.pid} of blue and red would be ended, with all its sessions:" in shown
-    rows = [re.findall(r"[^\s│]+(?: [KMG]iB)?", line) for line in shown.splitlines()]
-    (red,) = [row for row in rows if row[:1] == [victim.red.removeprefix("sessions/")]]
-    (blue,) = [row for row in rows if row[:1] == [victim.blue.removeprefix("sessions/")]]
-    assert (red[1:4], blue[1:4]) == (["red", "open", str(victim.worker.pid)], ["blue", "open", str(victim.worker.pid)])
-    assert "16.0 MiB" in red
-    assert "chat" in red
-    assert "32.0 MiB" in blue
-    assert "Qwen/Qwen3-8B" in blue
-    assert rows.index(red) < rows.index(blue)
-    assert victim.lives()
+    pid = str(victim.worker.pid)
+    for typed in (b"\n", b"maybe\n", b"\x04"):
+        status, out, shown = answer(daemon, victim.red, typed)
+        assert (status, out) == (1, ""), typed
+        assert f"process {pid} of blue and red would be ended, with all its sessions:" in shown
+        rows = [re.findall(r"[^\s│]+(?: [KMG]iB)?", line) for line in shown.splitlines()]
+        (red,) = [row for row in rows if row[:1] == [victim.red.removeprefix("sessions/")]]
+        (blue,) = [row for row in rows if row[:1] == [victim.blue.removeprefix("sessions/")]]
+        assert (red[1:4], blue[1:4]) == (["red", "open", pid], ["blue", "open", pid])
+        assert "16.0 MiB" in red
+        assert "chat" in red
+        assert "32.0 MiB" in blue
+        assert "Qwen/Qwen3-8B" in blue
+        assert rows.index(red) < rows.index(blue)
+        assert victim.lives()
     assert "evict" not in daemon.log()
 
 
@@ -110,9 +111,9 @@ def test_a_script_that_says_yes(daemon: Daemon, victim: Victim) -> None:
         bystander.do("client.model('search').allocate('2MiB').close()")
 
 
-@pytest.mark.parametrize("options", [(), ("--yes",)], ids=["no terminal", "yes"])
-def test_what_the_broker_refuses(daemon: Daemon, options: tuple[str, ...]) -> None:
+def test_what_the_broker_refuses(daemon: Daemon) -> None:
     """It refuses a session that it does not know, whether or not somebody could be asked."""
-    said = refused("evict", "sessions/1", *options, at=daemon.admin)
-    assert "sessions/1 cannot be evicted" in said
-    assert "`membroker sessions --admin`" in said
+    for options in ((), ("--yes",)):
+        said = refused("evict", "sessions/1", *options, at=daemon.admin)
+        assert "sessions/1 cannot be evicted" in said
+        assert "`membroker sessions --admin`" in said

@@ -41,18 +41,13 @@ class TestMainJob:
             pool.free(PAGE, 126 * PAGE)
             until(lambda: daemon.books().lent_bytes == 2 * PAGE)
 
-    @one_transport
-    def test_more_extents_than_a_request_may_have(self, daemon: Daemon, transport: str) -> None:
-        """A page size that is much too small is refused in words, without asking the broker."""
-        with membroker.connect(daemon.endpoint(), transport=transport) as client:
-            pool = client.model("m", virtual_capacity="1TiB").pool(page_size=PAGE)
-            with pytest.raises(membroker.InvalidRequest):
-                pool.allocate(0, "512GiB")
-
-    def test_buffers_that_are_none(self, daemon: Daemon) -> None:
+    def test_what_is_no_request(self, daemon: Daemon) -> None:
+        """A size that no buffer can have, and a page size that is much too small, are refused in words."""
         sizes: list[Any] = [0, -1, 2**63 - 1, 2**63, "0", "-1", "everything", None]
         with membroker.connect(daemon.endpoint()) as client:
-            model = client.model("m")
+            model = client.model("m", virtual_capacity="1TiB")
+            with pytest.raises(membroker.InvalidRequest):
+                model.pool(page_size=PAGE).allocate(0, "512GiB")
             for size in sizes:
                 with pytest.raises(membroker.InvalidRequest):
                     model.allocate(size)

@@ -220,17 +220,16 @@ def test_a_model_whose_cache_went_with_its_pool_answers_recalls() -> None:
         other.allocate(0, PAGE, timeout=600)  # a moment later: what was kept counts as late at first
 
 
-@pytest.mark.parametrize("brokered", [True, False])
-def test_a_cache_in_a_pool_of_a_shared_pool(daemon: Daemon, brokered: bool) -> None:
+def test_a_cache_in_a_pool_of_a_shared_pool(daemon: Daemon) -> None:
     """It stays within the limit of all models, and a model that is unregistered takes the memory of its cache along."""
-    lender = membroker.connect(daemon.endpoint()) if brokered else membroker.LocalSource("host")
-    with lender, membroker.SharedMemoryPool(lender, 6 * PAGE, page_size=PAGE) as shared:
-        shared.register_model("m", 16 * PAGE)
-        pool = shared.pool("m")
-        layout = Layout(pool.base_address, PAGE, 8, [Strided(pool.base_address, PAGE, PAGE)])
-        with ElasticCache(pool, layout) as cache:
-            assert cache.prepare(6)
-            assert not cache.prepare(7, timeout=0.2)
-            assert shared.global_stats().physical_usage_bytes == 6 * PAGE
-            shared.unregister_model("m")
-        assert shared.global_stats().physical_usage_bytes == 0
+    for lender in (membroker.connect(daemon.endpoint()), membroker.LocalSource("host")):
+        with lender, membroker.SharedMemoryPool(lender, 6 * PAGE, page_size=PAGE) as shared:
+            shared.register_model("m", 16 * PAGE)
+            pool = shared.pool("m")
+            layout = Layout(pool.base_address, PAGE, 8, [Strided(pool.base_address, PAGE, PAGE)])
+            with ElasticCache(pool, layout) as cache:
+                assert cache.prepare(6)
+                assert not cache.prepare(7, timeout=0.2)
+                assert shared.global_stats().physical_usage_bytes == 6 * PAGE
+                shared.unregister_model("m")
+            assert shared.global_stats().physical_usage_bytes == 0

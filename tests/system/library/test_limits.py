@@ -13,25 +13,25 @@ from membroker.v1 import resources_pb2 as rpb
 from membroker.vmm import Location
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_program_runs_again_with_another_limit(daemon: Daemon, killed: bool) -> None:
+def test_a_program_runs_again_with_another_limit(daemon: Daemon) -> None:
     """It ended, cleanly or not, and holds nothing: the next run is not refused for a minute."""
-    with worker() as one:
-        one.connect(daemon)
-        one.do("model = client.model('m', limit='4MiB', virtual_capacity='1GiB'); held = model.allocate('4MiB')")
-        if killed:
-            one.kill()
-            until(lambda: all(session.state == rpb.Session.RELEASING for session in daemon.sessions()))
-        else:
-            one.do("client.close()")
-    with membroker.connect(daemon.endpoint()) as client:
-        model = client.model("m", limit="8MiB", virtual_capacity="2GiB")
-        assert (model.limit, model.virtual_capacity) == (8 * MIB, 2 << 30)
-        with worker() as other:
-            other.connect(daemon)
-            with pytest.raises(Refused, match=r"4\.0 MiB") as refused:
-                other.do("client.model('m', limit='4MiB')")
-            assert refused.value.reason == "MODEL_CONFLICT"
+    for is_killed in (False, True):
+        with worker() as one:
+            one.connect(daemon)
+            one.do("model = client.model('m', limit='4MiB', virtual_capacity='1GiB'); held = model.allocate('4MiB')")
+            if is_killed:
+                one.kill()
+                until(lambda: all(session.state == rpb.Session.RELEASING for session in daemon.sessions()))
+            else:
+                one.do("client.close()")
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.model("m", limit="8MiB", virtual_capacity="2GiB")
+            assert (model.limit, model.virtual_capacity) == (8 * MIB, 2 << 30)
+            with worker() as other:
+                other.connect(daemon)
+                with pytest.raises(Refused, match=r"4\.0 MiB") as refused:
+                    other.do("client.model('m', limit='4MiB')")
+                assert refused.value.reason == "MODEL_CONFLICT"
 
 
 def test_a_cell_of_a_notebook_runs_again_with_another_limit(daemon: Daemon) -> None:
@@ -111,17 +111,17 @@ def test_what_a_model_uses_is_asked_for_by_name(daemon: Daemon) -> None:
 
 
 @pytest.mark.shared_daemon(False)  # as above
-@pytest.mark.parametrize("before", ["12MiB", None])
-def test_a_limit_for_a_block(daemon: Daemon, before: str | None) -> None:
+def test_a_limit_for_a_block(daemon: Daemon) -> None:
     """Afterwards it is what was asked for before, also after an exception, and no copy of the operator's."""
     with membroker.connect(daemon.endpoint()) as client, Admin(daemon.admin / "grpc.sock") as admin:
-        model = client.model("m", limit=before)
-        admin.set_quota("tenants/red/models/m", Location.DEVICE, {"limit_bytes": 8 * MIB})
-        borrow = model.limited("2MiB")(lambda size: model.allocate(size).close())
-        borrow("2MiB")
-        with pytest.raises(membroker.OutOfMemory):
-            borrow("4MiB")
-        books = model.stats().books["device"]
-        assert books.limit_bytes == 8 * MIB
-        assert books.asked_limit_bytes == (12 * MIB if before else None)
-        model.allocate("8MiB").close()
+        for name, before in (("limited", "12MiB"), ("unlimited", None)):
+            model = client.model(name, limit=before)
+            admin.set_quota(model.resource_name, Location.DEVICE, {"limit_bytes": 8 * MIB})
+            borrow = model.limited("2MiB")(lambda size, model=model: model.allocate(size).close())
+            borrow("2MiB")
+            with pytest.raises(membroker.OutOfMemory):
+                borrow("4MiB")
+            books = model.stats().books["device"]
+            assert books.limit_bytes == 8 * MIB
+            assert books.asked_limit_bytes == (12 * MIB if before else None)
+            model.allocate("8MiB").close()

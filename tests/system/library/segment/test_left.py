@@ -40,18 +40,17 @@ def test_publishing_waits_for_memory(daemon: Daemon, client: membroker.Client, m
             assert value(segment) == 1
 
 
-@pytest.mark.parametrize("seals", [True, False])
-def test_its_publisher_is_killed(daemon: Daemon, client: membroker.Client, seals: bool) -> None:
+def test_its_publisher_is_killed(daemon: Daemon, client: membroker.Client) -> None:
     """It is killed after it has published, or while it writes. The next run has the name, and room for the weights."""
-    with workers(1) as (worker,):
-        worker.connect(daemon)
-        worker.do(f"segment = client.model('left', limit={LIMIT!r}).create_segment('weights', {SIZE})")
-        if seals:
-            worker.do("segment.seal()")
-        worker.kill()
-    until(lambda: [one.name for one in client.sessions()] == [client.session])
-    with publish(client.model("left", limit=LIMIT), 2) as again:
-        assert value(again) == 2
+    for name, then in (("published", "segment.seal()"), ("half", "segment.write(0, b'half')")):
+        with workers(1) as (worker,):
+            worker.connect(daemon)
+            worker.do(f"segment = client.model({name!r}, limit={LIMIT!r}).create_segment('weights', {SIZE})")
+            worker.do(then)
+            worker.kill()
+        until(lambda: [one.name for one in client.sessions()] == [client.session])
+        with publish(client.model(name, limit=LIMIT), 2) as again:
+            assert value(again) == 2
 
 
 def test_a_reader_and_a_publisher_that_live_keep_it(daemon: Daemon, client: membroker.Client) -> None:

@@ -195,28 +195,28 @@ class TestViews:
         segment.seal()
         assert segment.read(0, 2) == b"ok"
 
-    @pytest.mark.parametrize("lost_by", [KeyboardInterrupt(), membroker.BrokerUnavailable("gone")])
     def test_a_seal_whose_answer_is_lost(
-        self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch, lost_by: BaseException
+        self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Others read it already: the writer, who does not know, can write no more, and asks again."""
-        segment = model.create_segment("weights", 1)
-        segment.write(0, b"sealed")
         ask = client._session.reconnecting.call
+        for name, lost_by in (("interrupted", KeyboardInterrupt()), ("gone", membroker.BrokerUnavailable("gone"))):
+            segment = model.create_segment(name, 1)
+            segment.write(0, b"sealed")
 
-        def lost(frame: Frame) -> Any:
-            ask(frame)
-            raise lost_by
+            def lost(frame: Frame, lost_by: BaseException = lost_by) -> Any:
+                ask(frame)
+                raise lost_by
 
-        with monkeypatch.context() as patch:
-            patch.setattr(client._session.reconnecting, "call", lost)
-            with pytest.raises(type(lost_by)):
-                segment.seal()
-        with client.attach("weights") as attached:
-            with pytest.raises(membroker.SegmentNotWritable):
-                segment.write(0, b"broken")
-            assert segment.view().readonly
-            assert attached.read(0, 6) == b"sealed"
-        segment.seal()
-        with pytest.raises(membroker.SegmentNotWritable):
+            with monkeypatch.context() as patch:
+                patch.setattr(client._session.reconnecting, "call", lost)
+                with pytest.raises(type(lost_by)):
+                    segment.seal()
+            with client.attach(name) as attached:
+                with pytest.raises(membroker.SegmentNotWritable):
+                    segment.write(0, b"broken")
+                assert segment.view().readonly
+                assert attached.read(0, 6) == b"sealed"
             segment.seal()
+            with pytest.raises(membroker.SegmentNotWritable):
+                segment.seal()
