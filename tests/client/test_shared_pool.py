@@ -141,13 +141,10 @@ class TestFaultsOfTheSeed:
         for number in (0, 2, 3):
             assert driver.read(addresses[number], 4) == b"%04d" % number
 
-    @pytest.mark.parametrize("mappings", [0, 1, 5, 11])
-    def test_a_failure_half_way(
-        self, shared: SharedMemoryPool, source: LocalSource, driver: FlakyDriver, mappings: int
-    ) -> None:
+    def test_a_failure_half_way(self, shared: SharedMemoryPool, source: LocalSource, driver: FlakyDriver) -> None:
         """There the pages before the one that fails leak. Here nothing of it stays, mapped or counted."""
         shared.allocate_for_model("gpt2", PAGE)
-        driver.maps_left = mappings
+        driver.maps_left = 5
         with pytest.raises(DeviceFailure):
             shared.allocate_for_model("gpt2", 12 * PAGE)
         driver.maps_left = None

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -250,39 +249,6 @@ def test_the_librarys_fork_hook_gives_the_memory_back(daemon: Daemon) -> None:
             assert not is_gone(child), "the child died: the test shows nothing"
         finally:
             os.kill(child, signal.SIGKILL)
-
-
-# Liars
-
-
-def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(
-    state: Callable[[str, str], None],
-) -> None:
-    """By its word the bytes are free; the next audit sees that the device has them still. They are lent to nobody.
-
-    It can't be made to let go, so it is shown until it does, or dies.
-    """
-    audit = 0.5
-    with running({"audit_seconds": audit}) as daemon:
-        at_start = descriptors_at_start(daemon)
-        with worker() as liar, worker() as other:
-            borrow(liar, daemon, 64 * MIB)
-            other.connect(daemon, "blue")
-            other.do("model = client.model('n')")
-            until(lambda: device_used(daemon) == 64 * MIB)
-            began = time.monotonic()
-            liar.do("client._session.reconnecting.release(list(pool._holding.extents.values()))")
-            until(lambda: daemon.books().unaccounted_bytes == 64 * MIB)
-            state(f"a mapping that was kept is found out, audits every {audit} s", f"{time.monotonic() - began:.2f} s")
-            assert daemon.books().lent_bytes == 0
-            assert daemon.models()[0].books[0].used_bytes == 0
-            assert other.refused("model.allocate('194MiB')").reason == "DEVICE_FULL"
-            other.do("buffer = model.allocate('192MiB')")
-            assert liar.ask("bytes(pool.view(0, 4)).decode()") == "mine"
-            liar.kill()
-            until(lambda: daemon.books().unaccounted_bytes == 0)
-            other.kill()
-            until_clean(daemon, at_start)
 
 
 def test_a_worker_that_only_keeps_descriptors_is_charged_until_it_dies(daemon: Daemon) -> None:

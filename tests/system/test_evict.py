@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
@@ -16,7 +15,7 @@ from tests.support import raw
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.faulty_daemon import CONFINED
 from tests.support.sizes import MIB
-from tests.support.workers import Worker, descriptors_at_start, is_clean, is_gone, worker, workers
+from tests.support.workers import Worker, descriptors_at_start, is_clean, worker, workers
 
 from membroker import errors
 from membroker.v1 import admin_pb2, broker_pb2
@@ -166,24 +165,6 @@ def test_a_daemon_that_stops_meanwhile_leaves_the_process_alone(patient: Daemon,
 
 
 # --- What is refused ---
-
-
-def test_a_session_that_is_not_known(daemon: Daemon) -> None:
-    assert why_not(daemon, "sessions/1") == "it is not known, or has ended (`membroker sessions --admin` lists all)"
-
-
-def test_a_process_that_is_dead_already() -> None:
-    """Its forked child keeps the memory: there is nothing more to end that the broker knows of."""
-    with running({"settle_seconds": 600.0}) as daemon, worker() as one:
-        one.connect(daemon).do(HOLD)
-        name, child = name_of(one), int(one.ask("fork_unseen()"))
-        try:
-            one.kill()
-            until(lambda: daemon.books().releasing_bytes)
-            assert why_not(daemon, name).startswith("its process is dead already")
-            assert not is_gone(child)
-        finally:
-            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.root

@@ -101,9 +101,6 @@ def test_it_needs_no_script_and_no_other_file(daemon: Daemon) -> None:
     assert ("http-equiv", "refresh") in shown.attributes
 
 
-# --- A page of what was never seen ---
-
-
 # --- A browser ---
 
 

@@ -44,8 +44,13 @@ def test_a_liar_is_named_and_shown_and_the_honest_are_not() -> None:
         assert [processes(daemon)[each.pid].excess_bytes for each in (liar, honest, reader)] == [0, 0, 0]
         assert daemon.suspects() == []
 
+        liar.do("pool.view(0, 4)[:] = b'mine'")
         liar.do(LIE)
         until(lambda: liar.pid in daemon.suspects())
+        assert (daemon.books().free_bytes, daemon.books().unaccounted_bytes) == (128 * MIB, 64 * MIB)
+        assert reader.refused("client.model('n').allocate('66MiB')").reason == "DEVICE_FULL", "it is lent to nobody"
+        reader.do("client.model('n').allocate('64MiB').close()")
+        assert liar.ask("bytes(pool.view(0, 4)).decode()") == "mine"
         assert not {honest.pid, reader.pid} & {*daemon.suspects()}
         seen = processes(daemon)
         books = {

@@ -215,13 +215,3 @@ def test_an_output_that_cannot_show_everything(daemon: Daemon) -> None:
         assert (done.returncode, done.stderr) == (0, "")
         full = subprocess.run(["sh", "-c", '"$@" >/dev/full', "sh", *command], capture_output=True, text=True)
         assert (full.returncode, full.stderr) == (1, "membroker: cannot write the output: No space left on device\n")
-
-
-# --- Without a daemon ---
-
-
-def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
-    daemon.kill()
-    for option in ((), ("--admin",)):
-        said = refused("status", *option, at=daemon.endpoint("red"))
-        assert "the broker is dead and left its socket behind" in said

@@ -115,5 +115,7 @@ def test_what_the_broker_refuses(daemon: Daemon) -> None:
     """It refuses a session that it does not know, whether or not somebody could be asked."""
     for options in ((), ("--yes",)):
         said = refused("evict", "sessions/1", *options, at=daemon.admin)
-        assert "sessions/1 cannot be evicted" in said
-        assert "`membroker sessions --admin`" in said
+        why = "it is not known, or has ended (`membroker sessions --admin` lists all)"
+        assert said.endswith(f"sessions/1 cannot be evicted: {why}")
+    assert daemon.figure("membroker_evictions_total") == 0
+    assert "evicts" not in daemon.log()

@@ -479,13 +479,9 @@ def test_a_stopped_program_is_not_suspended_and_goes_on(one: Guest) -> None:
     assert one.end() == 7
 
 
-@pytest.mark.parametrize("asleep", [False, True])
-def test_one_whose_session_an_operator_has_forgotten_begins_a_new_one(
-    daemon: Daemon, behind_a_door: Guest, asleep: bool
-) -> None:
+def test_one_whose_session_an_operator_has_forgotten_begins_a_new_one(daemon: Daemon, behind_a_door: Guest) -> None:
     one = behind_a_door
-    if asleep:
-        one.sleeps()
+    one.sleeps()
     (session,) = daemon.sessions()
     one.process.send_signal(signal.SIGSTOP)
     daemon.kill()

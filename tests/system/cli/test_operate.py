@@ -24,7 +24,7 @@ from tests.support.raw import Session
 from tests.support.sizes import MIB
 from tests.support.template import PythonProcess
 from tests.support.terminal import Terminal
-from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, worker
+from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, is_gone, worker
 
 import membroker
 from membroker.admin import Admin
@@ -125,7 +125,7 @@ def test_a_session_whose_process_closed_its_connection(daemon: Daemon) -> None:
     assert "evict" not in said
 
 
-def test_a_dead_process_needs_no_forgetting() -> None:
+def test_a_dead_process_needs_no_forgetting_and_no_eviction() -> None:
     """A forked child keeps the memory of a worker that died: its session settles by itself."""
     with running({"settle_seconds": 600.0}) as daemon, worker() as one:
         one.connect(daemon)
@@ -135,6 +135,9 @@ def test_a_dead_process_needs_no_forgetting() -> None:
             one.kill()
             until(lambda: state(daemon, name) == "releasing")
             assert f"{name} is of a dead process, and ends by itself" in refused("forget", name, at=daemon.admin)
+            assert "its process is dead already" in refused("evict", name, "--yes", at=daemon.admin)
+            assert daemon.figure("membroker_evictions_total") == 0
+            assert not is_gone(child)
         finally:
             os.kill(child, signal.SIGKILL)
         until(lambda: state(daemon, name) == "ended")
@@ -469,6 +472,8 @@ def test_a_dead_daemon_is_not_stopped(daemon: Daemon) -> None:
         said = refused(*command.split(), at=daemon.admin)
         assert "nobody listens at" in said
         assert "start one with `membrokerd`" in said
+    for option in ((), ("--admin",)):
+        assert "the broker is dead and left its socket behind" in refused("status", *option, at=daemon.endpoint("red"))
 
 
 # --- tenants ---

@@ -23,12 +23,10 @@ HANDLERS = 40
 LONG = 600
 
 
-def test_sixty_four_threads(transport: str) -> None:
+@pytest.mark.deep
+def test_sixty_four_threads_by_grpc() -> None:
     """Memory is free for all of them: nobody is refused, although the broker accepts 16 calls of a session."""
-    with (
-        running({"capacity": "1GiB"}) as daemon,
-        membroker.connect(daemon.endpoint(), transport=transport) as client,
-    ):
+    with running({"capacity": "1GiB"}) as daemon, membroker.connect(daemon.endpoint(), transport="grpc") as client:
         model = client.model("m")
 
         def borrow_and_return() -> None:
