@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from membroker.vmm import Driver, DriverError
 
@@ -30,3 +33,17 @@ def fail_once(driver: Driver, call: str, number: int = 1) -> None:
         return real(*arguments, **options)
 
     setattr(driver, call, flaky)
+
+
+@contextmanager
+def failing_from(driver: Driver, call: str, number: int) -> Iterator[None]:
+    """Let the driver refuse a call from its `number`th time on, until the end of the block."""
+    real, times = getattr(driver, call), itertools.count(1)
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if next(times) >= number:
+            raise DriverError(call, "ENOMEM", 12, "vm.max_map_count")
+        return real(*arguments, **options)
+
+    with mock.patch.object(driver, call, failing):
+        yield

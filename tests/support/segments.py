@@ -45,14 +45,13 @@ class SickDriver(FlakyDriver):
     def __init__(self) -> None:
         super().__init__()
         self.imports_left: int | None = None
-        self.failure: BaseException = DriverError("dup", "EIO", errno.EIO)
         self.reserves = True
         self.writes = True
 
     def import_extent(self, descriptor: int, size: int, location: Location = Location.DEVICE) -> Handle:
         if self.imports_left is not None:
             if not self.imports_left:
-                raise self.failure
+                raise DriverError("dup", "EIO", errno.EIO)
             self.imports_left -= 1
         return super().import_extent(descriptor, size, location)
 

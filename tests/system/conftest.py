@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 from tests.support.daemons import Daemon, running
 from tests.support.scene import CONFIG, Scene
 
 import membroker
+from membroker.admin import Admin
 
 
 @pytest.fixture
@@ -21,6 +23,19 @@ def red(daemon: Daemon) -> Iterator[membroker.Client]:
 def blue(daemon: Daemon) -> Iterator[membroker.Client]:
     with membroker.connect(daemon.endpoint("blue")) as client:
         yield client
+
+
+@pytest.fixture
+def admin(daemon: Daemon) -> Iterator[Admin]:
+    one = Admin(daemon.admin / "grpc.sock")
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as one:
+        yield one
 
 
 @pytest.fixture(scope="module")

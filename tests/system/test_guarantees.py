@@ -33,13 +33,6 @@ def daemon() -> Iterator[Daemon]:
         yield one
 
 
-@pytest.fixture
-def admin(daemon: Daemon) -> Iterator[Admin]:
-    one = Admin(daemon.admin / "grpc.sock")
-    yield one
-    one.close()
-
-
 def test_the_rest_is_for_everybody_and_the_guarantee_for_its_owner(daemon: Daemon, red: Client, blue: Client) -> None:
     """Blue gets all but what is kept, and is told why; red gets its guarantee although the rest is lent."""
     with membroker.connect(daemon.endpoint("blue")) as client:

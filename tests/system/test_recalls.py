@@ -85,12 +85,6 @@ class Borrower:
         return model.books[0]
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as one:
-        yield one
-
-
 def numbers(daemon: Daemon) -> dict[tuple[str, str], float]:
     """Return the series about recalls: by name, and by result or tenant."""
     return {

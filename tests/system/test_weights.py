@@ -34,19 +34,6 @@ def daemon() -> Iterator[Daemon]:
         yield one
 
 
-@pytest.fixture
-def admin(daemon: Daemon) -> Iterator[Admin]:
-    one = Admin(daemon.admin / "grpc.sock")
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as one:
-        yield one
-
-
 def waiting(admin: Admin) -> tuple[int, int]:
     """Return the bytes that all requests wait for at the device, and how many wait."""
     books = admin.device().locations["device"]

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tests.client.kv.test_balloon import check
 from tests.support.daemons import DEADLINE_SECONDS, until
+from tests.support.driver_errors import failing_from
 from tests.support.fake_lender import PAGE
 from tests.support.seeds import chosen_seed
 from tests.support.sizes import KIB, MIB
@@ -392,29 +393,18 @@ def test_the_driver_fails_to_unmap(lender: Recalled, monkeypatch: pytest.MonkeyP
         assert failures == [0]
 
 
-def test_what_has_lost_a_part_of_its_memory_is_not_used_again(
-    lender: Recalled, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_lost_a_part_of_its_memory_is_not_used_again(lender: Recalled) -> None:
     """The driver has unmapped two of four layers when it fails. A request comes: it gets all of them, or another page.
 
     The rest is released when the driver can do it.
     """
-    unmap, unmapped = lender.driver.unmap, list[int]()
-
-    def flaky(address: int, size: int) -> None:
-        if len(unmapped) == 2:
-            raise DriverError("munmap", "ENOMEM", 12, "vm.max_map_count")
-        unmap(address, size)
-        unmapped.append(address)
-
     engine = an_engine()
     with idle(lender, engine, 40, block=64 * KIB, layers=4, keep=0) as cache:
-        monkeypatch.setattr(lender.driver, "unmap", flaky)
-        steps(cache, engine, lambda: lender.lent_bytes == 6 * PAGE)
-        engine.add(Request(40))
-        for _ in range(10):
-            step(cache, engine)
-        monkeypatch.setattr(lender.driver, "unmap", unmap)
+        with failing_from(lender.driver, "unmap", 3):
+            steps(cache, engine, lambda: lender.lent_bytes == 6 * PAGE)
+            engine.add(Request(40))
+            for _ in range(10):
+                step(cache, engine)
         steps(cache, engine, lambda: engine.finished == 2)
         steps(cache, engine, lambda: lender.lent_bytes == 4 * PAGE)
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
+from tests.support.driver_errors import failing_from
 from tests.support.fake_lender import PAGE
 from tests.support.sizes import KIB
 from tests.support.toy_engine import Fence, Request, ToyEngine
@@ -25,7 +26,6 @@ from membroker.kv.balloon import Balloon
 from membroker.kv.state import CacheState
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.types import SleepRequest, SleepStatus
-from membroker.vmm.driver import DriverError
 
 WEIGHTS = 3 * PAGE
 
@@ -436,25 +436,17 @@ def test_a_sleeping_engine_ends_whose_session_is_unknown(lender: Slept) -> None:
         until(lambda: "the broker does not know this session" in one.ask(wake=True).detail)
 
 
-def test_the_driver_fails_while_it_falls_asleep(lender: Slept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_fails_while_it_falls_asleep(lender: Slept) -> None:
     """It has unmapped two of the four pages that always have memory. The engine wakes with all four."""
-    engine, unmap, unmapped = an_engine(), lender.driver.unmap, list[int]()
-
-    def flaky(address: int, size: int) -> None:
-        if len(unmapped) == 2:
-            raise DriverError("munmap", "ENOMEM", 12, "vm.max_map_count")
-        unmap(address, size)
-        unmapped.append(address)
-
+    engine = an_engine()
     with serving(lender, engine, block=64 * KIB, layers=4) as cache, Sleeper(cache) as sleeper:
         one = Scene(lender, engine, cache, sleeper)
         one.cache.rest()
-        monkeypatch.setattr(lender.driver, "unmap", flaky)
-        until(lambda: one.ask().detail == "the engine failed, and its log says why")
-        assert lender.lent_bytes == 2 * PAGE
-        one.serve()
-        assert lender.lent_bytes == 4 * PAGE
-        monkeypatch.setattr(lender.driver, "unmap", unmap)
+        with failing_from(lender.driver, "unmap", 3):
+            until(lambda: one.ask().detail == "the engine failed, and its log says why")
+            assert lender.lent_bytes == 2 * PAGE
+            one.serve()
+            assert lender.lent_bytes == 4 * PAGE
         one.until_asleep()
         assert lender.lent_bytes == 0
 

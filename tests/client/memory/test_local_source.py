@@ -14,6 +14,7 @@ from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.driver_errors import named
 from tests.support.fake_lender import PAGE, FlakyDriver, put, text
 from tests.support.garbage import collect, without_collections
+from tests.support.host_driver import used
 from tests.support.processes import descriptors, threads_of_library
 from tests.support.sizes import MIB
 from tests.support.threads import together
@@ -35,10 +36,6 @@ def driver() -> Iterator[FlakyDriver]:
     collect()
     until(lambda: driver.memory(Location.DEVICE).used == driver.memory(Location.HOST).used == 0)
     driver.close()
-
-
-def used(driver: HostDriver, location: Location = Location.DEVICE) -> int:
-    return driver.memory(location).used
 
 
 def test_an_elastic_pool_without_a_broker() -> None:

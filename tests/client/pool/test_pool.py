@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
+from tests.support.driver_errors import failing_from
 from tests.support.fake_lender import PAGE, Lender, state
 from tests.support.sizes import MIB
 from tests.support.threads import held_up, together
@@ -26,7 +27,6 @@ from membroker.errors import (
 )
 from membroker.memory.local_source import LocalSource
 from membroker.pool.pool import VirtualMemoryPool
-from membroker.vmm.driver import DriverError
 
 
 class TestSeed:
@@ -250,25 +250,13 @@ class TestFences:
             pool.free_ranges([*LAYERS, wrong])
         assert state(pool, lender) == before
 
-    def test_the_driver_fails_half_way(
-        self, pool: VirtualMemoryPool, lender: Lender, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_driver_fails_half_way(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """Two of four ranges are unmapped before the driver fails: those are free, and the others can be retried."""
         pool.allocate_ranges(LAYERS)
-        unmap, left = lender.driver.unmap, [2]
-
-        def flaky(address: int, size: int) -> None:
-            if not left[0]:
-                raise DriverError("cuMemUnmap", "CUDA_ERROR_UNKNOWN", 999)
-            left[0] -= 1
-            unmap(address, size)
-
-        monkeypatch.setattr(lender.driver, "unmap", flaky)
-        with pytest.raises(DeviceFailure):
+        with failing_from(lender.driver, "unmap", 3), pytest.raises(DeviceFailure):
             pool.free_ranges(LAYERS)
         assert [pool.is_mapped(offset) for offset, _ in LAYERS] == [False, False, True, True]
         assert lender.lent_bytes == 2 * PAGE
-        monkeypatch.undo()
         pool.free_ranges(LAYERS[2:])
         assert lender.lent_bytes == 0
 

@@ -16,6 +16,7 @@ from tests.support.devices import Device
 from tests.support.driver_errors import named
 from tests.support.forks import in_a_child
 from tests.support.garbage import collect
+from tests.support.host_driver import used
 from tests.support.sizes import MIB
 
 from membroker.errors import AlreadyMapped, ClosedError, InvalidOffset, InvalidRequest, NotMapped
@@ -24,7 +25,6 @@ from membroker.vmm import (
     AddressRange,
     DriverError,
     Handle,
-    Location,
     MappedRange,
     PhysicalMemory,
     allocation_granularity,
@@ -54,10 +54,6 @@ def addresses(driver: HostDriver) -> Iterator[AddressRange]:
 def memory(driver: HostDriver) -> Iterator[PhysicalMemory]:
     with PhysicalMemory.create(driver, GRANULARITY) as memory:
         yield memory
-
-
-def used(driver: HostDriver) -> int:
-    return driver.memory(Location.DEVICE).used
 
 
 def is_reserved(driver: HostDriver, addresses: AddressRange) -> bool:
