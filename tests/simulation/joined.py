@@ -45,8 +45,8 @@ RULES = Rules(
     segment_extent_bytes=PAGE,
 )
 LABELS = ("a", "b", "c")
-WINDOW = 2
-"""How many packets a session may have that are made and not acknowledged."""
+WINDOW = 128
+"""How many extents of a session may be in packets that are made and not acknowledged."""
 
 
 @dataclass(eq=False)
@@ -63,7 +63,8 @@ class Peer:
     calls: dict[int, int | None] = field(default_factory=dict)
     """The calls of the core for requests that have no answer, by request."""
     sent_answer: int | None = None
-    delivered: int = 0
+    delivered: list[int] = field(default_factory=list)
+    """The extents of each packet that was delivered on this connection."""
     acknowledged: int = 0
     results: list[Asked] = field(default_factory=list)
     """What the program has borrowed and not released."""
@@ -99,7 +100,8 @@ class Joined:
         for number in range(sessions):
             opened = self.ask(lambda call, name=f"p{number}": ev.OpenSession(call, "t", 1, 1, name, False, "toy"))
             assert isinstance(opened, fx.SessionOpened)
-            peer = self.peers[opened.session] = Peer(number, opened.session)
+            # Every second one is made as for a broker whose window counts packets.
+            peer = self.peers[opened.session] = Peer(number, opened.session, PureClient(4 - number % 2))
             for model in ("m0", "m1"):
                 frame = pb.Frame(register_model=broker_pb2.RegisterModelRequest(model_id=model))
                 note = partial(peer.client.inventory.registered, f"tenants/t/models/{model}")
@@ -151,7 +153,7 @@ class Joined:
             model=f"tenants/t/models/{self.random.choice(('m0', 'm1'))}",
             location=location_to_wire(self.random.choice((Location.DEVICE, Location.DEVICE, Location.HOST))),
             extent_bytes=PAGE,
-            count=self.random.choice((1, 1, 2, 5, 64, 65, 150)),
+            count=self.random.choice((1, 1, 5, 64, 65, 129, 150)),
             ahead=self.random.random() < 0.1,
         )
         patient = None
@@ -259,7 +261,7 @@ class Joined:
     def read(self, peer: Peer, frame: pb.Frame) -> None:
         kind = frame.WhichOneof("kind")
         if frame.acknowledged > peer.acknowledged:
-            assert frame.acknowledged <= peer.delivered, "the client acknowledges what was not sent"
+            assert frame.acknowledged <= len(peer.delivered), "the client acknowledges what was not sent"
             peer.acknowledged = frame.acknowledged
             self.tell(ev.AcknowledgeUpTo(peer.session, frame.acknowledged))
         if kind == "cancel":
@@ -371,8 +373,8 @@ class Joined:
         if isinstance(make, fx.Make) and make.answer is not None and make.request_id in peer.calls:
             delivery.reply.allocate.count, delivery.reply.allocate.extent_bytes = make.answer.count, PAGE
             peer.sent_answer = make.request_id
-        peer.delivered += 1
-        assert peer.delivered - peer.acknowledged <= WINDOW, "more packets than the window has"
+        peer.delivered.append(len(make.ids))
+        assert sum(peer.delivered[peer.acknowledged :]) <= WINDOW, "more extents than the window has"
         self.deliver(peer, frame)
         self.tell(ev.Made(*packet))
 
@@ -434,7 +436,7 @@ class Joined:
         assert isinstance(answer, fx.Reconciled), answer
         assert not answer.unknown_extents, "the client states what it does not hold"
         assert not answer.unknown_segments, "the client states what it does not hold"
-        peer.connected, peer.delivered, peer.acknowledged = True, 0, 0
+        peer.connected, peer.delivered, peer.acknowledged = True, [], 0
         peer.client.agree(stated)
 
     def holds(self, call: int, peer: Peer, stated: HeldResources) -> ev.StateHolds:

@@ -37,7 +37,7 @@ from membrokerd.core.rows import Quota, SegmentRow, SessionRow
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-WINDOW = 2
+WINDOW = 128
 NOTICE_NS = 1_000_000_000
 """How far back the core may look for what a death falls from. Stated here, not taken from the core."""
 FALLS_KEPT_NS = 20_000_000_000
@@ -164,7 +164,8 @@ class Referee:
         for effect in step.effects:
             if isinstance(effect, fx.Make | fx.Send):
                 worker = world.workers[effect.session]
-                assert len(worker.makes) + len(worker.sent) <= WINDOW, "more than two packets on their way"
+                packets = [*worker.makes, *(packet.make for packet in worker.sent)]
+                assert sum(len(packet.ids) for packet in packets) <= WINDOW, "more than the window on its way"
             if isinstance(effect, fx.Make) and not effect.segment:
                 owned = ledger.sessions[effect.session].extents
                 assert all(extent in owned for extent in effect.ids), "a packet is made of what is not charged"

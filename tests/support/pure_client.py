@@ -55,7 +55,7 @@ class Asked:
 class PureClient:
     """One session. `sent` are the frames for the broker, in their order."""
 
-    def __init__(self, revision: int = 3) -> None:
+    def __init__(self, revision: int = 4) -> None:
         self.inventory = Inventory()
         self.sent: deque[pb.Frame] = deque()
         self.asked: list[Asked] = []

@@ -63,7 +63,7 @@ class Scene(NamedTuple):
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[Scene]:
-    config = {"capacity": "1GiB", "settle_seconds": 1.0, "max_sessions": 64, "log": {"level": "info"}}
+    config = {"capacity": "40GiB", "settle_seconds": 1.0, "max_sessions": 64, "log": {"level": "info"}}
     with running(config) as daemon, honest(daemon) as one, honest(daemon, "grpc") as other:
         yield Scene(daemon, {"handoff": one, "grpc": other}, descriptors_at_rest(daemon))
 
@@ -225,7 +225,7 @@ while answer < 100_000:
 
 
 def test_clients_that_never_acknowledge(scene: Scene, flood: Worker, transport: str, state: State) -> None:
-    """Each reads all that comes, and acknowledges none of it: two packets are made for it, and no third, ever.
+    """Each reads all that comes, and acknowledges none of it: two packets fill its window, and no third comes.
 
     Its calls that wait are bounded too: the rest is refused, one by one.
     """
@@ -235,8 +235,8 @@ def test_clients_that_never_acknowledge(scene: Scene, flood: Worker, transport: 
     refused = scene.honest[transport].beside_flood(state, "16 clients that never acknowledge", flood, "answer = ask()")
     assert refused == {"TOO_MANY_REQUESTS": SESSIONS * 100}
     # Two went out, sixteen wait for the window.
-    assert scene.daemon.books().lent_bytes == SESSIONS * 18 * PAGE
-    until(lambda: device_used(scene.daemon) == SESSIONS * 2 * PAGE)
+    assert scene.daemon.books().lent_bytes == SESSIONS * 18 * 64 * PAGE
+    until(lambda: device_used(scene.daemon) == SESSIONS * 2 * 64 * PAGE)
 
 
 _COUNT_REFUSALS = """
@@ -261,7 +261,7 @@ _NEVER_ACKNOWLEDGES = {
     "handoff": f"""{_COUNT_REFUSALS}
 Session.fileno = lambda self: self.sock.fileno()
 def send(session, model, request_id):
-    session.send(pb.Frame(request_id=request_id, allocate=allocation(model, PAGE)))
+    session.send(pb.Frame(request_id=request_id, allocate=allocation(model, PAGE, 64)))
 """,
     "grpc": """
 import queue
@@ -272,7 +272,7 @@ stubs = [broker_pb2_grpc.BrokerServiceStub(channel) for channel in channels]
 ended = queue.SimpleQueue()
 def send(request_id):
     for session, model, stub in zip(sessions, models, stubs, strict=True):
-        request = allocation(model, PAGE)
+        request = allocation(model, PAGE, 64)
         request.request_id = request_id
         call = stub.AllocateExtents.future(request, metadata=(('membroker-token', session.token),))
         call.add_done_callback(ended.put)

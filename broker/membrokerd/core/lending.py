@@ -3,7 +3,7 @@
 Segments' extents travel in the same packets, through the same window: made once, for their writer, and then sent.
 
 Debit first, credit last: the books are charged for a whole Allocate before the first create, and credited for what
-was not made. A call goes out in packets of 64 extents, at most two of a session unacknowledged.
+was not made. A call goes out in packets of 64 extents, at most 128 extents of a session unacknowledged.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Lending:
             request=request,
         )
         traffic = self._traffic[event.session]
-        at_once = len(call.states) == 1 and not traffic.queue and traffic.window < policy.WINDOW
+        at_once = len(call.states) == 1 and not traffic.queue and traffic.window + event.count <= policy.WINDOW
         if not (at_once and self._stock.has(event.location, size, event.count)):
             self._stock.make_room(event.location)
         self._stock.asked(event.location, size, event.count, now)
@@ -167,21 +167,23 @@ class Lending:
         return deny(Reason.OBSERVER) if row.observer else deny(Reason.MODEL_NOT_FOUND, model=str(name))
 
     def _issue(self, session: int) -> None:
-        """Send packets out while the session's window is open, call by call."""
+        """Send packets out while the session's window has room for the next one, call by call."""
         traffic = self._traffic[session]
-        while traffic.queue and traffic.window < policy.WINDOW:
+        while traffic.queue:
             call = traffic.queue[0]
             part = call.issued
+            ids, extent_bytes = call.packet(part)
+            if traffic.window + len(ids) > policy.WINDOW:
+                break
             call.move(part, "issued")
             call.issued += 1
-            traffic.window += 1
+            traffic.window += len(ids)
             if call.issued == len(call.states):
                 traffic.queue.popleft()
-            self._emit(session, call, part)
+            self._emit(session, call, part, ids, extent_bytes)
 
-    def _emit(self, session: int, call: CallInFlight, part: int) -> None:
+    def _emit(self, session: int, call: CallInFlight, part: int, ids: range, extent_bytes: int) -> None:
         """Have a packet sent, if its segment exists; else have it made, from the stock if that can serve all of it."""
-        ids, extent_bytes = call.packet(part)
         request_id, parts = call.request_id, len(call.states)
         if call.sends:
             self._books.emit(fx.Send(session, request_id, part, parts, ids, extent_bytes, call.segment))
@@ -206,7 +208,8 @@ class Lending:
         call = traffic.calls[event.request_id]
         call.move(event.part, "made")
         traffic.sent += 1
-        traffic.unacknowledged[event.request_id, event.part] = traffic.sent
+        ids, _ = call.packet(event.part)
+        traffic.unacknowledged[event.request_id, event.part] = traffic.sent, len(ids)
         if event.part not in call.stocked:
             self._made_or_not(call, event.part)
         self._conclude(event.session, call)
@@ -216,14 +219,14 @@ class Lending:
         traffic = self._traffic[event.session]
         call = traffic.calls[event.request_id]
         if event.reason == Reason.DEVICE_FULL and self._stock.drop_all(call.location):
-            self._emit(event.session, call, event.part)  # try again: the stock was using memory
+            self._emit(event.session, call, event.part, *call.packet(event.part))  # again: the stock was using memory
             return
+        ids, _ = call.packet(event.part)
         call.move(event.part, "not made")
-        traffic.window -= 1
+        traffic.window -= len(ids)
         call.failed_at = now
         call.failure = call.failure or Denied(Reason(event.reason), {"model": str(call.name), **event.numbers})
         self._made_or_not(call, event.part)
-        ids, _ = call.packet(event.part)
         self._credit_unmade(event.session, call, ids)
         self._abandon(event.session, call)
         self._conclude(event.session, call)
@@ -244,7 +247,7 @@ class Lending:
         self._conclude(event.session, call)
 
     def acknowledge(self, event: ev.Acknowledge, _: int) -> None:
-        """Open the window by one packet; an acknowledgement of nothing ends the connection."""
+        """Open the window by the extents of a packet; an acknowledgement of nothing ends the connection."""
         traffic = self._traffic.get(event.session)
         if traffic is None or (event.request_id, event.part) not in traffic.unacknowledged:
             self._books.emit(fx.Disconnect(event.session, _NOT_SENT))
@@ -258,9 +261,9 @@ class Lending:
         if traffic is None or event.count > traffic.sent:
             self._books.emit(fx.Disconnect(event.session, _NOT_SENT))
             return
-        for packet, number in list(traffic.unacknowledged.items()):
-            if number <= event.count:
-                traffic.take_off(*packet, "acknowledged")
+        unacknowledged = traffic.unacknowledged
+        while unacknowledged and unacknowledged[packet := next(iter(unacknowledged))][0] <= event.count:
+            traffic.take_off(*packet, "acknowledged")
         if traffic.queue:
             self._issue(event.session)
 
@@ -339,7 +342,8 @@ class Lending:
         if len(set(event.ids)) != len(event.ids):
             return deny(Reason.INVALID_ARGUMENT, what="an extent id stands twice in the release")
         extents = self._books.ledger.sessions[event.session].extents
-        unmade = [call for call in self._traffic[event.session].calls.values() if not call.done]
+        traffic = self._traffic[event.session]
+        unmade = traffic.unanswered and [call for call in traffic.calls.values() if not call.done]
         for extent in event.ids:
             if extent not in extents or (
                 unmade and any(extent in call.ids and not call.is_made(extent) for call in unmade)

@@ -16,7 +16,7 @@ ATTACHABLE = ("writing", "sealing", "sealed")
 """The states of a segment that is not ending."""
 PACKET_EXTENTS = names.MAX_DESCRIPTORS
 """Extents in one packet: the unit of creating, delivering and taking turns."""
-WINDOW = names.WINDOW
+WINDOW = names.DESCRIPTORS_IN_FLIGHT
 MAX_COUNT = names.MAX_EXTENTS_PER_CALL
 MAX_RELEASE = names.MAX_IDS_PER_FRAME
 MAX_BYTES = names.MAX_BYTES

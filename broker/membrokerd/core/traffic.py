@@ -89,7 +89,8 @@ class Traffic:
     """What one session has in flight. `calls` keeps answered calls until their last packet is acknowledged.
 
     `sent` counts the packets that were sent on this connection. `unacknowledged` holds those of them that are not
-    acknowledged yet, by request id and part, with their numbers in that order; the window bounds it.
+    acknowledged yet, by request id and part, each with its number in that order and its extents. `window` counts the
+    extents of all packets that are being made or not acknowledged.
     """
 
     calls: dict[int, CallInFlight] = field(default_factory=dict)
@@ -97,13 +98,13 @@ class Traffic:
     window: int = 0
     unanswered: set[int] = field(default_factory=set)
     sent: int = 0
-    unacknowledged: dict[tuple[int, int], int] = field(default_factory=dict)
+    unacknowledged: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
     def take_off(self, request_id: int, part: int, cause: str) -> None:
         """Remove a sent packet from the window, and forget its call if nothing else is in flight of that."""
         call = self.calls[request_id]
         call.move(part, cause)
-        del self.unacknowledged[request_id, part]
-        self.window -= 1
+        _, count = self.unacknowledged.pop((request_id, part))
+        self.window -= count
         if call.done and "unacknowledged" not in call.states:
             del self.calls[request_id]

@@ -27,7 +27,7 @@ from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
 from ..v1.resources_pb2 import Segment
 from ..wire.frames import Packet
-from ..wire.names import MAX_CALLS_PER_SESSION, MAX_IDS_PER_FRAME
+from ..wire.names import MAX_CALLS_PER_SESSION, MAX_DESCRIPTORS, MAX_IDS_PER_FRAME
 from .endpoint import DESCRIPTORS_CUT
 from .inventory import HeldResources, Inventory
 from .rpc import READS, Outcome
@@ -49,6 +49,8 @@ MOST_PATIENT = MAX_CALLS_PER_SESSION - 4
 """The places that calls of lines share. Of the others one is kept for calls of no line, and a new line gets one."""
 CANCEL_REVISION = 3
 """The first revision of a broker that knows Cancel."""
+EXTENTS_REVISION = 4
+"""The first revision of a broker whose delivery window counts extents. That of an older one counts packets."""
 _ANSWERS = {
     **dict.fromkeys(("create_segment", "attach_segment", "seal_segment", "delete_segment"), "segment"),
     "register_model": "model",
@@ -140,6 +142,9 @@ class Calls:
         self.counts: bool = revision > 0
         """Whether each frame carries the number of deliveries that were taken, which acknowledges them."""
         self._knows_cancel = revision >= CANCEL_REVISION
+        self._by_extents = revision >= EXTENTS_REVISION
+        self._since_ack = 0
+        """How many extents were taken since the last Ack; other frames may have acknowledged them."""
         self.acknowledged: int = 0
         """How many deliveries were taken, counted from the first one without a gap."""
         self._name = name
@@ -211,9 +216,10 @@ class Calls:
     def taken(self, packet: Packet) -> pb.Frame | None:
         """A delivery was taken, and its descriptors are closed; return what acknowledges it at once, if that must be.
 
-        After the last delivery of the only call no call waits for the delivery window, so it is enough that the next
-        frame carries the count. A call that begins meanwhile is either seen here, or its own frame carries the count:
-        it is in the table before its frame reads the count.
+        Another call may wait for the delivery window, but no packet needs more than half of it. So it is enough that
+        the next frame carries the count, as long as less than half is taken. After the last delivery of the only call
+        no call waits at all. One that begins meanwhile is either seen here, or its own frame carries the count: it is
+        in the table before its frame reads the count.
         """
         frame = packet.frame
         if self.counts:
@@ -222,9 +228,12 @@ class Calls:
             while arrived and arrived[first := next(iter(arrived))]:
                 del arrived[first]
                 self.acknowledged += 1
-            is_last = frame.delivery.HasField("reply") and len(self.at_broker) == 1
-            if self.acknowledged == before or (is_last and frame.request_id in self.at_broker):
+            self._since_ack += len(frame.delivery.extent_ids)
+            if self.acknowledged == before or (self._by_extents and self._since_ack < MAX_DESCRIPTORS):
                 return None  # if an earlier delivery is not taken yet, the thread that takes it acknowledges both
+            if frame.delivery.HasField("reply") and len(self.at_broker) == 1 and frame.request_id in self.at_broker:
+                return None
+            self._since_ack = 0
         ack = pb.Frame(request_id=frame.request_id)
         ack.ack.part = frame.delivery.part
         return ack

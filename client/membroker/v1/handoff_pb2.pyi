@@ -273,6 +273,7 @@ class Welcome(google.protobuf.message.Message):
       2: recalls: RegisterModelRequest.answers_recalls, Holds.answering_models, RecallAnswer; and
          AllocateExtentsRequest.ahead.
       3: the frames that read the books, get_device to list_decisions; and Cancel.
+      4: at most 128 descriptors of a session are unacknowledged. Before, at most two Deliveries were.
 
     A client must not use a later revision than this one. An older broker leaves it at 0. Old clients work with a newer
     broker: it still accepts all that it accepted before, and clients skip fields that they do not know.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 PROTOCOL_VERSION = 1
-PROTOCOL_REVISION = 3
+PROTOCOL_REVISION = 4
 """What is understood beyond the first edition of the version; `Welcome.protocol_revision` has the list."""
 
 # Limits
@@ -21,10 +21,10 @@ MAX_BYTES = (1 << 63) - 1
 MAX_FRAME_BYTES = 65_536
 MAX_DESCRIPTORS = 64
 """Descriptors, and so extents, in one packet. The kernel allows 253; a packet is also the broker's unit of fairness."""
-WINDOW = 2
-"""Packets of one session that may be unacknowledged. Without a window, a peer that never reads would fill the kernel's
-table of descriptors in flight. The kernel counts them per user of the sender, so all sessions would stop."""
-DESCRIPTORS_IN_FLIGHT = WINDOW * MAX_DESCRIPTORS
+DESCRIPTORS_IN_FLIGHT = 2 * MAX_DESCRIPTORS
+"""The window: descriptors of one session that may be unacknowledged. Without a window, a peer that never reads would
+fill the kernel's table of descriptors in flight. The kernel counts them per user of the sender, so all sessions would
+stop. Two whole packets, so that one is made while the other is mapped."""
 MAX_IDS_PER_FRAME = 4_096
 """Ids in one Release, and entries in one Holds."""
 MAX_EXTENTS_PER_CALL = 65_536

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -92,8 +93,30 @@ def test_a_small_allocation_costs_two_packets(daemon: Daemon) -> None:
         until(lambda: is_settled(daemon))
 
 
+def test_threads_send_two_packets_a_page(daemon: Daemon) -> None:
+    """Each borrows and releases pages. Its next frame carries the count of all, so none sends an Ack."""
+    with membroker.connect(daemon.endpoint()) as client:
+        model, connection = client.model("m"), client._session.connection
+        counted: Any = Counted(connection._socket)
+        connection._socket, sock = counted, connection._socket
+
+        def work() -> None:
+            for _ in range(20):
+                model.allocate(PAGE).close()
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_SECONDS)
+        # But for one when so many extents have come that one more packet might not fit.
+        assert Counter(counted.kinds) - Counter(ack=160 // 64) == {"allocate": 160, "release": 160}
+        connection._socket = sock
+        until(lambda: is_settled(daemon))
+
+
 def test_long_and_short_calls_share_the_window(daemon: Daemon) -> None:
-    """Threads borrow one page or 150 at once, all through one window of two packets: every call ends."""
+    """Threads borrow one page or 150 at once, all through one window of 128 extents: every call ends."""
     errors: list[BaseException] = []
 
     def work(model: membroker.Model, pages: int) -> None:

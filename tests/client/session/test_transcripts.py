@@ -24,6 +24,8 @@ from membroker.wire.frames import Packet
 
 FILES = sorted(Path(__file__).with_name("transcripts").glob("*.txt"))
 SEGMENT = 77
+SHOWN = 9
+"""More ids than these are shown as a range, if they are one."""
 
 
 class Story:
@@ -50,7 +52,7 @@ class Story:
             assert asked.call is None or asked.call.state in LIFECYCLE
             if asked not in self.client.asked and called not in self.ended:
                 self.ended.append(called)
-                mapped = " ".join(map(str, asked.placed))
+                mapped = _words(asked.placed)
                 said.append(f"{called}: {type(asked.error).__name__ if asked.error else mapped or 'done'}")
                 assert asked.is_stuck or not (asked.error and mapped), "it has failed, and memory is mapped"
         held = self.holds()
@@ -61,7 +63,8 @@ class Story:
 
     def holds(self) -> str:
         held = self.client.inventory.held()
-        parts = [*map(str, sorted(held.extents)), *(f"segment {one}" for one in held.segments.elements())]
+        extents = [_words(sorted(held.extents))] if held.extents else []
+        parts = [*extents, *(f"segment {one}" for one in held.segments.elements())]
         return f"holds {' '.join(parts) or 'nothing'}"
 
     # What the program does
@@ -124,10 +127,10 @@ class Story:
             self.client.take(asked)
 
     def do_deliver(self, name: str, *words: str, take: bool = True) -> None:
-        """`deliver a 1 2 size=1 descriptors=2 segment reply cut`: a packet for a call; `a` may be unknown."""
+        """`deliver a 1 4..6 size=1 descriptors=4 segment reply cut`: a packet for a call; `a` may be unknown."""
         number = self.number(name)
-        ids = [int(word) for word in words if word.isdigit()]
-        options = {word.partition("=")[0]: word.partition("=")[2] for word in words if not word.isdigit()}
+        ids = [extent for word in words if word[0].isdigit() for extent in _range_of(word)]
+        options = {word.partition("=")[0]: word.partition("=")[2] for word in words if not word[0].isdigit()}
         part = self.parts[number] = self.parts.get(number, -1) + 1
         parts = int(options.get("parts", 3))
         delivery = pb.Delivery(extent_ids=ids, extent_bytes=int(options.get("size", 1)), part=part, parts=parts)
@@ -179,6 +182,18 @@ class Story:
         """What ended the connection, if anything did."""
         end = self.client.calls.end
         self.stated.append("open" if end is None else end[0].__name__)
+
+
+def _range_of(word: str) -> range:
+    first, _, last = word.partition("..")
+    return range(int(first), int(last or first) + 1)
+
+
+def _words(ids: Sequence[int]) -> str:
+    """Return ids as words; many that follow each other as one."""
+    if len(ids) > SHOWN and ids[-1] - ids[0] == len(ids) - 1:
+        return f"{ids[0]}..{ids[-1]}"
+    return " ".join(map(str, ids))
 
 
 def shown(frame: pb.Frame) -> str:

@@ -312,7 +312,7 @@ def test_the_page_has_the_limits_as_they_are() -> None:
         "descriptors of a packet": names.MAX_DESCRIPTORS,
         "ids of a release": names.MAX_IDS_PER_FRAME,
         "extents of an allocate": names.MAX_EXTENTS_PER_CALL,
-        "unacknowledged packets of a session": names.WINDOW,
+        "unacknowledged descriptors of a session": names.DESCRIPTORS_IN_FLIGHT,
         "bytes of each extent of a segment, except the last": rules.segment_extent_bytes,
         "segments of a tenant": rules.max_segments_per_tenant,
         "requests that wait for memory": rules.max_waiting_per_tenant,
