@@ -51,6 +51,7 @@ def test_it_registers_borrows_shares_and_leaves(program: Path) -> None:
                 f'segment tenants/red/models/from-c/segments/greeting: {2 * PAGE} bytes, reads "hello from C"',
                 "last answer: goodbye",
             ]
+            until(lambda: not daemon.books().lent_bytes)  # the name of its segment is free then
         assert not daemon.sessions()
         books = daemon.books()
         assert (books.lent_bytes, books.releasing_bytes) == (0, 0)
