@@ -115,7 +115,7 @@ class Balloon:
         looks = [self._look(group, engine) for group in self.groups.groups_in(MAPPED) if group not in self.groups.first]
         drain(sorted((look for look in looks if not look.used), key=lambda look: (look.warmth, -look.group)))
         if self.groups.going_bytes < size:  # costs take the engine's time
-            costs = {look: engine.cost(self.groups.blocks_out(look.group)) for look in looks if look.used}
+            costs = {look: engine.cost(self.groups.blocks_out([look.group])) for look in looks if look.used}
             drain(sorted(costs, key=lambda look: (costs[look], look.used, -look.group)))
         return chosen
 
@@ -172,7 +172,7 @@ class Balloon:
 
     def _look(self, group: int, engine: Engine) -> _Look:
         """Look at a group, and note whether it has nothing but cached contents."""
-        with_engine = self.groups.blocks_out(group)
+        with_engine = self.groups.blocks_out([group])
         free = engine.unused(with_engine)
         used, warmth = len(with_engine) - len(free), engine.warmth(list(free)) if free else 0.0
         if warmth and not used:

@@ -111,9 +111,10 @@ class Groups:
         group = self._states.find(state)
         return None if group < 0 else group
 
-    def blocks_out(self, group: int) -> list[int]:
-        """Return the blocks of a group that the engine has."""
-        return [block for block in self.layout.members(group) if self._out[block]]
+    def blocks_out(self, groups: Iterable[int]) -> list[int]:
+        """Return the blocks in these groups that the engine has, in ascending order."""
+        out, members = self._out, self.layout.members
+        return sorted({block for group in groups for block in members(group) if out[block]})
 
     def loss_of(self, group: int, unused: Collection[int]) -> int:
         """Return how many blocks the engine would miss at once without a group, of whose blocks it has these unused."""
@@ -154,11 +155,6 @@ class Groups:
 
     # What goes
 
-    def draining_blocks(self, groups: Iterable[int]) -> list[int]:
-        """Return the engine's blocks in draining groups: they are to be held as soon as no request uses them."""
-        out, members = self._out, self.layout.members
-        return sorted({block for group in groups for block in members(group) if out[block]})
-
     def held(self, blocks: Iterable[int]) -> None:
         """Note that the engine has given blocks up: they are out of its free list, and no request uses them.
 
@@ -174,10 +170,8 @@ class Groups:
 
     def staying_blocks(self) -> list[int]:
         """Return the engine's blocks whose memory stays, without those of `always`."""
-        members = {block for group in self.groups_in(MAPPED) for block in self.layout.members(group)}
-        return sorted(
-            block for block in members if self._out[block] and not self._missing[block] and block not in self._always
-        )
+        blocks = self.blocks_out(self.groups_in(MAPPED))
+        return [block for block in blocks if not self._missing[block] and block not in self._always]
 
     def retire(self, groups: Iterable[int], *, final: bool = False) -> list[int]:
         """Return those draining groups of which the engine has no block any more. They wait for a fence from now on.

@@ -258,15 +258,15 @@ class CacheState:
                 balloon.reconsider()  # others may go sooner than what drains for want of use, or have gone
                 self._is_asked_anew = False
             draining = self._groups.groups_in(DRAINING) if size else balloon.next_draining(BLOCKS_PER_TURN)
-            self._hold_unused(engine, self._groups.draining_blocks(draining))
+            self._hold_unused(engine, self._groups.blocks_out(draining))
             is_due = now >= self._look_at
             if is_due or balloon.is_sweeping or size:
                 chosen = balloon.choose(max(self._peaks), size, engine, most=BLOCKS_PER_TURN)
-                self._hold_unused(engine, self._groups.draining_blocks(chosen))
+                self._hold_unused(engine, self._groups.blocks_out(chosen))
                 draining += chosen
             if size:
                 is_time = not self._preempts_at or self._owed or self._suspended
-                busy = self._groups.draining_blocks(draining) if is_time else ()
+                busy = self._groups.blocks_out(draining) if is_time else ()
                 if busy and engine.preempt(busy):
                     self._hold_unused(engine, busy)
                 self._tried = list(self._recalls.values())

@@ -204,10 +204,10 @@ def test_a_busy_group_goes_when_its_last_request_ends() -> None:
     balloon.groups.held([12, 13, 14, 15])
     assert balloon.groups.retire(balloon.groups.groups_in(DRAINING)) == [3]
     assert balloon.choose(9, 0, asking(used)) == [2]
-    assert balloon.groups.draining_blocks(balloon.groups.groups_in(DRAINING)) == [8, 9, 10, 11]
+    assert balloon.groups.blocks_out(balloon.groups.groups_in(DRAINING)) == [8, 9, 10, 11]
     balloon.groups.held([9, 10, 11])
     draining = balloon.groups.groups_in(DRAINING)
-    assert (balloon.groups.retire(draining), balloon.groups.draining_blocks(draining)) == ([], [8])
+    assert (balloon.groups.retire(draining), balloon.groups.blocks_out(draining)) == ([], [8])
     assert balloon.groups.take() == []
     check(balloon)
     balloon.groups.held([8])
@@ -329,14 +329,14 @@ class Machine:
         assert not chosen or balloon.groups.staying_bytes >= balloon.floor, f"{before} bytes are below the floor now"
         draining = balloon.groups.groups_in(DRAINING) if self.recalled else [*balloon.next_draining(most), *chosen]
         self.hold(draining)
-        if self.recalled and engine.preempt(balloon.groups.draining_blocks(draining)):
+        if self.recalled and engine.preempt(balloon.groups.blocks_out(draining)):
             self.hold(draining)
-            assert not balloon.groups.draining_blocks(draining)
+            assert not balloon.groups.blocks_out(draining)
         for group in balloon.groups.retire(dict.fromkeys(draining)):
             self.fences[group] = self.step_number + self.rng.randrange(1, 4)
 
     def hold(self, groups: Sequence[int]) -> None:
-        blocks = self.engine.unused(self.balloon.groups.draining_blocks(groups))
+        blocks = self.engine.unused(self.balloon.groups.blocks_out(groups))
         self.engine.hold(blocks)
         self.balloon.groups.held(blocks)
 
