@@ -189,25 +189,22 @@ class Sleeper(Closing):
         """Fall asleep if there was no request for so long, and it pays. The caller holds the lock."""
         if self._state != AWAKE:
             return self._status(self._state)
-        idle = self._idle()
-        pays = idle is not None and idle >= WORTH * self._wake_seconds and self._gives()
-        if idle is not None and pays and 0 < idle_seconds <= idle and self._request is None:
-            deadline = time.monotonic() + BEGIN_SECONDS
-            self._request = SleepRequest(wake=False, keep_weights=False, deadline=deadline, idle_seconds=idle_seconds)
-            self._start()
-        return SleepStatus(AWAKE, idle_ms=int(idle * 1000) if idle is not None and pays else None)
-
-    def _idle(self) -> float | None:
-        """Return how long the engine has had no request, or None if it has one now. The caller holds the lock."""
         now = time.monotonic()
         if self._users or not self._cache.is_resting:
             self._used_at = now
-            return None
-        return now - self._used_at
-
-    def _gives(self) -> bool:
-        """Return whether a sleep would release more than the last one left. An awake engine has its weights."""
-        return self._weights is not None or self._cache.stats().charged_bytes > self._left
+            return SleepStatus(AWAKE)
+        idle = now - self._used_at
+        pays = idle >= WORTH * self._wake_seconds and (  # an awake engine has its weights
+            self._weights is not None or self._cache.stats().charged_bytes > self._left
+        )
+        if not pays:
+            return SleepStatus(AWAKE)
+        if 0 < idle_seconds <= idle and self._request is None:
+            self._request = SleepRequest(
+                wake=False, keep_weights=False, deadline=now + BEGIN_SECONDS, idle_seconds=idle_seconds
+            )
+            self._start()
+        return SleepStatus(AWAKE, idle_ms=int(idle * 1000))
 
     def _goes_on(self) -> bool:
         """Return whether it sleeps with its weights, and is asked to release them, too. The caller holds the lock."""
@@ -308,19 +305,17 @@ class Sleeper(Closing):
         return True
 
     def _release_weights(self, request: SleepRequest) -> None:
-        why = self._why_kept
         self._has_kept = self._weights is not None and request.keep_weights
-        if self._weights is not None:
-            why = "as asked"
-            if not request.keep_weights:
-                why = ""
-                try:
-                    self._weights.offload(progress=self._stop_if_wanted)
-                except _Wanted:
-                    return
-                except MembrokerError as error:
-                    why = str(error)
-                self._moved = self._weights.stats().offloaded_bytes
+        why = "as asked" if self._has_kept else self._why_kept
+        if self._weights is not None and not request.keep_weights:
+            why = ""
+            try:
+                self._weights.offload(progress=self._stop_if_wanted)
+            except _Wanted:
+                return
+            except MembrokerError as error:
+                why = str(error)
+            self._moved = self._weights.stats().offloaded_bytes
         left = self._left = self._cache.stats().charged_bytes
         floor = [f"KV cache of {format_size(left)} kept: its floor"] if left else []
         self._detail = "; ".join([f"weights kept: {why}"] * bool(why) + floor)
