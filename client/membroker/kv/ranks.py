@@ -17,10 +17,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import current_process
 from multiprocessing.connection import Client, Connection, wait
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from .. import DEFERRED
 from ..errors import ClosedError, MembrokerError
@@ -193,17 +194,16 @@ class RankWeights:
         return max(found, key=lambda state: state.offloaded_bytes)
 
 
+@dataclass(eq=False)
 class RankRecall:
     """A recall by the broker of one rank, as `membroker.Recall` in that rank."""
 
-    location: Final = "device"
-
-    def __init__(self, model: _RankLink, number: int, remaining: int, deadline: float) -> None:
-        self.model = model
-        self.remaining = remaining
-        self.deadline = deadline
-        """By `time.monotonic`, which is one clock for all processes of a machine."""
-        self.number = number
+    model: _RankLink
+    number: int
+    remaining: int
+    deadline: float
+    """By `time.monotonic`, which is one clock for all processes of a machine."""
+    location: ClassVar[str] = "device"
 
     def done(self) -> None:
         """Answer it."""

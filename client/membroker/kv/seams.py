@@ -43,20 +43,15 @@ def differences(used: Iterable[Member]) -> Iterator[str]:
     """Yield what the installed engine lacks, one by one."""
     for place, name, expected, is_property in used:
         kind = load(place)
+        found: Any = getattr(kind, name, None)
         if is_property:
-            if not isinstance(getattr(kind, name, None), property):
+            if not isinstance(found, property):
                 yield f"{place} has no property {name}"
-        elif expected is None:
-            if not _has(kind, name):
-                yield f"{place} has no {name}"
-        elif (found := getattr(kind, name, None)) is None:
+        elif found is None and (expected is not None or not _has(kind, name)):
             yield f"{place} has no {name}"
-        else:
-            given = [
-                parameter
-                for parameter in inspect.signature(found).parameters.values()
-                if parameter.name not in ("self", "cls")
-            ]
+        elif expected is not None:
+            parameters = inspect.signature(found).parameters.values()
+            given = [parameter for parameter in parameters if parameter.name not in ("self", "cls")]
             names = tuple(parameter.name for parameter in given)
             needed = [
                 parameter
