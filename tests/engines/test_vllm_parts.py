@@ -62,7 +62,7 @@ from membroker.kv.vllm import connector, memory, plugin, seams
 from membroker.kv.vllm.blocks import STEPS_COUNTED, GroupNeed, VllmBlocks, needs_of
 from membroker.kv.vllm.connector import Membroker, StepMetadata
 from membroker.kv.vllm.settings import VllmSettings, settings_of
-from membroker.kv.vllm.sleep import VllmWeights, why_kept
+from membroker.kv.vllm.sleep import wants_borrowed, why_kept
 from membroker.kv.vllm.steps import Launched, Scheduled
 from membroker.kv.vllm.swap import SwapSpace
 from membroker.memory.lender import source_of
@@ -647,8 +647,9 @@ def test_weights_that_cannot_be_borrowed(load_format: str, quantization: Any, lo
         lora_config=lora,
     )
     with pytest.raises(InvalidRequest, match=said):
-        VllmWeights(config)
+        wants_borrowed(config)
     transfer.kv_connector_extra_config = {}
+    assert not wants_borrowed(config)
     assert ("other engines" in why_kept(config)) == (load_format == "membroker")
 
 

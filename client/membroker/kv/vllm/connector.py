@@ -175,7 +175,7 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not self._has_ranks:
             mine = self._memory
             self._serve(mine.take_cache(), mine.launched.passed, mine.weights_pool, mine.empty_torch)
-            mine.sleeper = self._sleeper
+            mine.keeper = self._sleeper
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """Make a cache over the pools of all ranks, before the first request. Waits for the null block's memory."""

@@ -30,7 +30,7 @@ from ..rank import Rank
 from ..sleeper import Sleeper
 from .blocks import GroupNeed, needs_of
 from .settings import AUTO, BORROWED, VllmSettings, endpoint_of
-from .sleep import VllmWeights
+from .sleep import BorrowedWeights
 from .steps import Launched, recorded
 from .swap import SwapSpace
 
@@ -42,8 +42,8 @@ _LEAST_PAGE, _USUAL_PAGE, _MOST_PAGE = 2 << 20, 16 << 20, 64 << 20
 _WARM_UP_TOKENS = 8
 """The warm-up of vLLM's kernels gives each request so many tokens, and so many for each token that it drafts."""
 
-loaded: VllmWeights | None = None
-"""The weights of this process's worker, if its class is membroker's."""
+borrowed: BorrowedWeights | None = None
+"""The weights of this process's worker, if they are borrowed."""
 _current: VllmMemory | None = None
 
 
@@ -54,22 +54,21 @@ class VllmMemory:
         self.settings = settings
         self._config, self._cache_config = config, cache_config
         self._name = settings.name(config.model_config.served_model_name, logger)
-        if settings.weights == BORROWED and loaded is None:
-            raise InvalidRequest('"weights": "borrowed" needs --worker-cls membroker.kv.vllm.Worker')
         self._ending = ExitStack()
         self.weights_pool: VirtualMemoryPool | None = None
         """The pool of borrowed weights, or None for weights that are vLLM's own."""
-        if loaded is not None:
-            self.weights_pool = self._ending.enter_context(closing(loaded)).pool
+        if settings.weights == BORROWED:
+            if borrowed is None:
+                raise InvalidRequest('"weights": "borrowed" needs --worker-cls membroker.kv.vllm.Worker')
+            self._ending.enter_context(borrowed.client)
+            self.weights_pool = borrowed.pool
         self._capture: Capture | None = None
         self._client: Client
         self._model: Model
         self._pool: VirtualMemoryPool
         self._cache: ElasticCache
-        self.sleeper: Sleeper | None = None
-        """The engine's, if its scheduler is in this process."""
-        self.rank: Rank | None = None
-        """This one, if its scheduler is in another process."""
+        self.keeper: Sleeper | Rank | None = None
+        """What keeps the engine awake: its `Sleeper`, or this `Rank` if its scheduler is in another process."""
         self._warm_up = ExitStack()
         """Keeps the library's threads away from the device while vLLM warms up and captures its graphs."""
         self.launched: Launched = Launched()
@@ -203,8 +202,8 @@ class VllmMemory:
         self._cache.close()
         layout = self._cache.layout
         tensors = tuple(replace(tensor, address=tensor.address - layout.base) for tensor in layout.tensors)
-        self.rank = Rank(self._pool, self.launched.passed, weights=self.weights_pool, also=self.empty_torch)
-        return self.rank.address, (0, layout.page_size, layout.blocks, tensors)
+        rank = self.keeper = Rank(self._pool, self.launched.passed, weights=self.weights_pool, also=self.empty_torch)
+        return rank.address, (0, layout.page_size, layout.blocks, tensors)
 
     def empty_torch(self) -> None:
         """Release what PyTorch keeps for its next use."""
@@ -219,8 +218,8 @@ class VllmMemory:
         global _current
         if _current is self:
             _current = None
-        if self.sleeper is not None:
-            self.sleeper.close()
+        if isinstance(self.keeper, Sleeper):
+            self.keeper.close()
         with suppress(MembrokerError):  # the memory goes with this process
             self._ending.close()
 
@@ -253,7 +252,7 @@ def begin(settings: VllmSettings, config: Any, cache_config: Any) -> VllmMemory:
 
 def awake() -> AbstractContextManager[None]:
     """Wait until this process's engine is awake, and keep it so during a block. At its start it does nothing."""
-    keeper = None if _current is None else _current.sleeper or _current.rank
+    keeper = None if _current is None else _current.keeper
     return nullcontext() if keeper is None else keeper.awake()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from ... import Client, VirtualMemoryPool, connect
 from ...adapters.torch import device_of, move_to_pool
@@ -31,52 +31,49 @@ def _is_shared(config: Any) -> bool:
     return str(config.load_config.load_format) == "membroker"
 
 
-class VllmWeights:
-    """The weights of one engine, or of one rank. Their memory is in `pool`, or vLLM's own: then that is None.
+class BorrowedWeights(NamedTuple):
+    """The weights of one engine, or of one rank, in a pool. Their memory goes with the parameters."""
+
+    client: Client
+    pool: VirtualMemoryPool
+
+
+def wants_borrowed(config: Any) -> bool:
+    """Return whether the user wants the weights of a `VllmConfig` to be borrowed.
 
     Raises `InvalidRequest` for weights that are not to be moved, or were never tried.
     """
+    if settings_in(config.kv_transfer_config).weights != BORROWED:
+        return False
+    refusals = {
+        'are in the books already with --load-format membroker: leave "weights" out': _is_shared(config),
+        'were not tried with quantized models, whose kernels may know their addresses: leave "weights" out': (
+            config.model_config.quantization is not None
+        ),
+        'were not tried with LoRA: leave "weights" out': config.lora_config is not None,
+    }
+    refuse("borrowed weights", refusals)
+    return True
 
-    def __init__(self, config: Any) -> None:
-        self.pool: VirtualMemoryPool | None = None
-        self._config = config
-        self._settings = settings_in(config.kv_transfer_config)
-        self._client: Client | None = None
-        if self._settings.weights == BORROWED:
-            refusals = {
-                'are in the books already with --load-format membroker: leave "weights" out': _is_shared(config),
-                'were not tried with quantized models, whose kernels may know their addresses: leave "weights" out': (
-                    config.model_config.quantization is not None
-                ),
-                'were not tried with LoRA: leave "weights" out': config.lora_config is not None,
-            }
-            refuse("borrowed weights", refusals)
 
-    def move(self, module: Any) -> None:
-        """Move a module's parameters to a pool, if the user asked for that. It waits for the broker."""
-        if self._settings.weights != BORROWED:
-            return
-        begun = time.monotonic()
-        name = self._settings.name(self._config.model_config.served_model_name)
-        with ExitStack() as undo:
-            client = undo.enter_context(connect(endpoint_of(self._settings.endpoint, self._config.parallel_config)))
-            model = client.model(name, limit=self._settings.limit)
-            device = device_of(model.driver.device)
-            wanted = [parameter for parameter in module.parameters() if parameter.device == device]
-            if not wanted:
-                raise InvalidRequest(f"this engine has no weights on {device}, whose memory the broker lends")
-            say_wait(sum(parameter.nbytes for parameter in wanted), model, logger)
-            self.pool = move_to_pool(wanted, model, timeout=START_SECONDS)
-            undo.pop_all()
-        self._client = client
-        logger.info(
-            "membroker: moved %d bytes of weights of model %r into borrowed memory in %.2f s",
-            self.pool.physical_usage_bytes,
-            name,
-            time.monotonic() - begun,
-        )
-
-    def close(self) -> None:
-        """End the session. The memory goes with the parameters."""
-        if self._client is not None:
-            self._client.close()
+def borrow(config: Any, module: Any) -> BorrowedWeights:
+    """Move a module's parameters to a pool. It waits for the broker."""
+    begun, settings = time.monotonic(), settings_in(config.kv_transfer_config)
+    name = settings.name(config.model_config.served_model_name)
+    with ExitStack() as undo:
+        client = undo.enter_context(connect(endpoint_of(settings.endpoint, config.parallel_config)))
+        model = client.model(name, limit=settings.limit)
+        device = device_of(model.driver.device)
+        wanted = [parameter for parameter in module.parameters() if parameter.device == device]
+        if not wanted:
+            raise InvalidRequest(f"this engine has no weights on {device}, whose memory the broker lends")
+        say_wait(sum(parameter.nbytes for parameter in wanted), model, logger)
+        pool = move_to_pool(wanted, model, timeout=START_SECONDS)
+        undo.pop_all()
+    logger.info(
+        "membroker: moved %d bytes of weights of model %r into borrowed memory in %.2f s",
+        pool.physical_usage_bytes,
+        name,
+        time.monotonic() - begun,
+    )
+    return BorrowedWeights(client, pool)

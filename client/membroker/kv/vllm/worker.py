@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from . import memory, seams
 from .settings import check_supported
-from .sleep import VllmWeights
+from .sleep import borrow, wants_borrowed
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Base
@@ -40,10 +40,9 @@ class Worker(_Base):  # type: ignore[misc]
 
     def load_model(self, **options: Any) -> None:
         """Load, and move the weights to borrowed memory if the user asked for that."""
-        weights = VllmWeights(self.vllm_config)
+        is_borrowed = wants_borrowed(self.vllm_config)
         super().load_model(**options)
-        weights.move(self.get_model())
-        memory.loaded = weights
+        memory.borrowed = borrow(self.vllm_config, self.get_model()) if is_borrowed else None
 
 
 def _awake(name: str) -> Callable[..., Any]:
