@@ -18,6 +18,7 @@ import torch
 
 from .. import VirtualMemoryPool
 from ..errors import InvalidRequest, OutOfVirtualMemory
+from ..vmm import Driver
 from ..vmm.sizes import round_up
 from .layout import Strided
 
@@ -114,6 +115,14 @@ class Capture(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         self.ranges.append((self._next, size))
         self._next += round_up(size, self._pool.page_size)
         return found
+
+
+def device_lent(driver: Driver, device: torch.device) -> torch.device:
+    """Return the device whose memory a broker lends. Raises `InvalidRequest` if an engine computes on another one."""
+    lent = device_of(driver.device)
+    if lent.type != device.type or device.index not in (None, lent.index):
+        raise InvalidRequest(f"this engine computes on {device}, and the broker lends memory of {lent}")
+    return lent
 
 
 def strided(tensor: torch.Tensor, dimension: int) -> list[Strided]:

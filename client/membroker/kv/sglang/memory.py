@@ -15,15 +15,14 @@ import torch
 from sglang.srt.arg_groups.model_override_base import resolved_view
 
 from ... import Client, Model, VirtualMemoryPool, connect
-from ...adapters.torch import device_of
 from ...errors import InvalidRequest
 from ...ext import arguments
 from ...vmm.sizes import round_up
 from ..bounds import bytes_of_first, say_wait
 from ..cache import ElasticCache
-from ..capture import Capture, strided
+from ..capture import Capture, device_lent, strided
 from ..engine import Over
-from ..layout import Layout, Strided
+from ..layout import Layout
 from ..sleeper import Sleeper
 from .allocator import Allocator
 from .blocks import SglangBlocks
@@ -44,10 +43,8 @@ class SglangMemory:
         self._name = settings.name(resolved_view(config.server_args).served_model_name, logger)
         self._client: Client = connect()
         self._model: Model = self._client.model(self._name, limit=settings.limit)
-        lent, device = device_of(self._model.driver.device), torch.device(config.device)
-        index = config.gpu_id if device.type == "cuda" else None
-        if lent.type != device.type or lent.index != index:
-            raise InvalidRequest(f"this engine computes on {device} {index}, and the broker lends memory of {lent}")
+        kind = torch.device(config.device).type
+        device_lent(self._model.driver, torch.device(kind, config.gpu_id if kind == "cuda" else None))
         self._cache: ElasticCache
         self._allocator: Allocator
         self.blocks: SglangBlocks
@@ -68,7 +65,9 @@ class SglangMemory:
         with Capture(pool):
             original(kvcache)
         blocks = kvcache.size // kvcache.page_size + 1
-        parts = [part for name in names for buffer in getattr(kvcache, name) for part in _parts(buffer, blocks)]
+        buffers = [buffer for name in names for buffer in getattr(kvcache, name)]
+        # A buffer has a row for each token, or for each page.
+        parts = [part for buffer in buffers for part in strided(buffer.unflatten(0, (blocks, -1)), 0)]
         if not all(pool.base_address <= part.address < pool.base_address + pool.capacity for part in parts):
             raise InvalidRequest(
                 f"a KV tensor is smaller than a page of {page} bytes: give a larger capacity, or a smaller page_size"
@@ -148,14 +147,6 @@ class SglangMemory:
         """How many tokens of SGLang's cache have no memory now."""
         held: int = self._allocator.held_count * self._allocator.page_size
         return held
-
-
-def _parts(tensor: Any, blocks: int) -> list[Strided]:
-    """Return where the pages of a KV tensor are: it has a row for each token, or for each page."""
-    rows = tensor.shape[0]
-    if rows == blocks:
-        return strided(tensor, 0)
-    return strided(tensor.view(blocks, rows // blocks, *tensor.shape[1:]), 0)
 
 
 class _Fence:

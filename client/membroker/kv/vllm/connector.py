@@ -14,7 +14,6 @@ asked for memory also takes a turn when a step has ended.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
@@ -40,14 +39,12 @@ from ..cache import ElasticCache
 from ..layout import Layout
 from ..ranks import Ranks, RankWeights
 from ..sleeper import Sleeper
-from . import last_line, memory, seams
+from . import last_line, logger, memory, seams
 from .blocks import VllmBlocks, needs_of
 from .settings import check_cache, check_supported, has_ranks, settings_of
 from .sleep import why_kept
 from .steps import Scheduled
 from .swap import Copies, Swap, slots_in
-
-logger: logging.Logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
 STARVED_SECONDS = 0.005
 """How long a step waits for blocks if no request runs. vLLM looks at new requests and aborts only between steps."""

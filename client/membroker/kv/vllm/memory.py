@@ -8,7 +8,6 @@ engine, and may wait for the broker.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
@@ -17,24 +16,22 @@ from typing import Any
 import torch
 
 from ... import Client, Model, VirtualMemoryPool, connect
-from ...adapters.torch import device_of
 from ...errors import InvalidRequest, MembrokerError
 from ...ext import arguments
 from ...vmm.sizes import format_size, round_up
 from ..bounds import START_SECONDS, bytes_of_first, say_wait
 from ..cache import ElasticCache
-from ..capture import Capture
+from ..capture import Capture, device_lent
 from ..engine import Over
 from ..layout import Layout, Strided
 from ..rank import Rank
 from ..sleeper import Sleeper
+from . import logger
 from .blocks import GroupNeed, needs_of
 from .settings import AUTO, BORROWED, VllmSettings, endpoint_of
 from .sleep import BorrowedWeights
 from .steps import Launched, recorded
 from .swap import SwapSpace
-
-logger: logging.Logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
 CONTEXT_BYTES = 600 << 20
 """What a CUDA context and the kernels take, which PyTorch does not count: 518 MiB on an H200."""
@@ -79,9 +76,7 @@ class VllmMemory:
         endpoint = endpoint_of(self.settings.endpoint, self._config.parallel_config)
         self._client = self._ending.enter_context(connect(endpoint))
         self._model = self._client.model(self._name, limit=self.settings.limit)
-        lent = self._tensor_device = device_of(self._model.driver.device)
-        if lent.type != device.type or device.index not in (None, lent.index):
-            raise InvalidRequest(f"this engine computes on {device}, and the broker lends memory of {lent}")
+        self._tensor_device = device_lent(self._model.driver, device)
         size = self._cache_config.kv_cache_tensors[0].size
         given, found = self.settings.page_size, self.parts(0)
         page = page_size_of(found) if given is None else arguments.bytes_of("page_size", given)

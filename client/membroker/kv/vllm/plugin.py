@@ -6,11 +6,7 @@ not start then.
 
 from __future__ import annotations
 
-import logging
-
-from . import last_line
-
-logger: logging.Logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
+from . import last_line, logger
 
 
 def register() -> None:

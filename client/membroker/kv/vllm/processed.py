@@ -23,9 +23,10 @@ from torch.utils._pytree import tree_leaves
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.model_loader.weight_cache.protocol import UnsupportedQuantForIPCError, check_ipc_quant_support
 
-from ...adapters.torch import device_of, stored_tensor
+from ...adapters.torch import stored_tensor
 from ...errors import InvalidRequest
 from ...segment import Segment
+from ..capture import device_lent
 
 METADATA: Final = "membroker.vllm"
 """The key of the description in the segment's metadata."""
@@ -155,9 +156,7 @@ def take_over(model: Any, created: Created, segment: Segment, device: torch.devi
     `finish` belongs to it, once vLLM has restored what it has besides. Raises `InvalidRequest` if the segment has
     something else than the processed weights of this model.
     """
-    lent = device_of(segment.driver.device)
-    if lent != device:
-        raise InvalidRequest(f"this engine computes on {device}, and the broker lends memory of {lent}")
+    lent = device_lent(segment.driver, device)
     index = segment.index()
     try:
         about: dict[str, Any] = json.loads(index.metadata.get(METADATA, ""))

@@ -6,12 +6,10 @@ behave otherwise than those in `TESTED`.
 
 from __future__ import annotations
 
-import logging
 from typing import Final
 
 from .. import seams
-
-logger: logging.Logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
+from . import logger
 
 TESTED: Final = "0.31.", "0.32.", "0.33."
 """How the versions begin that this package was written for."""

@@ -6,7 +6,6 @@ the broker must not lend this engine what others are guaranteed for them.
 
 from __future__ import annotations
 
-import logging
 import time
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -15,9 +14,8 @@ from ... import Client, VirtualMemoryPool, connect
 from ...adapters.torch import device_of, move_to_pool
 from ...errors import InvalidRequest
 from ..bounds import START_SECONDS, refuse, say_wait
+from . import logger
 from .settings import BORROWED, endpoint_of, settings_in
-
-logger: logging.Logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
 
 def why_kept(config: Any) -> str:

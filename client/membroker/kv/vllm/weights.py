@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -34,11 +33,9 @@ from ...segment import Segment
 from ...vmm.sizes import format_size
 from ..bounds import say_wait
 from ..model_names import model_name
-from . import processed, seams
+from . import logger, processed, seams
 from .identity import digest_of, pinned
 from .settings import WeightSettings, check_shareable, endpoint_of, weight_settings_of
-
-logger: logging.Logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
 _AGAIN_SECONDS = 0.2
 _OUTAGE_SECONDS = 5.0
