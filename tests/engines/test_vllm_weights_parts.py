@@ -34,8 +34,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader import BaseModelLoader, base_loader
 from vllm.model_executor.utils import is_weights_pre_processed
 
+from membroker.kv.bounds import settings_from
 from membroker.kv.vllm import identity, plugin, weights
-from membroker.kv.vllm.settings import WeightSettings, check_shareable, weight_settings_of
+from membroker.kv.vllm.settings import WeightSettings, check_shareable
 
 pytestmark = pytest.mark.shared_daemon
 ROWS = 256
@@ -602,7 +603,7 @@ def test_a_loader_that_does_more_is_refused(start: Callable[..., Any]) -> None:
 )
 def test_settings_are_checked(extra: Any, says: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(says)):
-        weight_settings_of(extra)
+        settings_from("--model-loader-extra-config", extra, WeightSettings)
 
 
 @pytest.mark.parametrize(

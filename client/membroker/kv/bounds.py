@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 from .. import Client, Model, VirtualMemoryPool
 from ..errors import InvalidRequest
@@ -22,6 +22,7 @@ from .ranks import Ranks
 
 START_SECONDS: Final = 300.0
 """How long the start of an engine waits for the memory that it needs."""
+Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,12 +131,15 @@ def bytes_of_first(layout: Layout, blocks: int) -> int:
     return sum(layout.bytes_of(group) for group in range(max(layout.touched(blocks - 1)) + 1))
 
 
-def check_names(source: str, given: Mapping[str, Any], kind: Any) -> None:
-    """Raise `InvalidRequest` about the first name in `source` that is no field of the dataclass `kind`."""
-    known = [field.name for field in fields(kind)]
+def settings_from(source: str, given: Any, kind: type[Settings]) -> Settings:
+    """Return the dataclass `kind` with what the user has `given` in `source`. Raises `InvalidRequest`."""
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f'{source} is an object such as {{"model": "chat"}}, not {given!r}')
+    known = [field.name for field in fields(cast("Any", kind))]
     unknown = sorted(str(name) for name in given if name not in known)
     if unknown:
         raise InvalidRequest(f"{source} has {unknown[0]!r}, and membroker knows: {', '.join(known)}")
+    return kind(**given)
 
 
 def refuse(begin: str, refusals: Mapping[str, bool]) -> None:

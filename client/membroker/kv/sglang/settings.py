@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from ...errors import InvalidRequest
-from ..bounds import Bounds, check_names, refuse
+from ..bounds import Bounds, refuse, settings_from
 
 VARIABLE: Final = "MEMBROKER_SGLANG"
 PAGE: Final = "2MiB"
@@ -37,10 +37,7 @@ def settings_of(text: str) -> SglangSettings:
         found = json.loads(text)
     except ValueError as error:
         raise InvalidRequest(f"{VARIABLE} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise InvalidRequest(f'{VARIABLE} is an object such as {{"model": "chat"}}, not {text!r}')
-    check_names(VARIABLE, found, SglangSettings)
-    return SglangSettings(**found)
+    return settings_from(VARIABLE, found, SglangSettings)
 
 
 _USUAL: Final[Mapping[str, object]] = {

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 
 from ...errors import InvalidRequest
 from ...ext import arguments, names
-from ..bounds import Bounds, check_names, refuse
+from ..bounds import Bounds, refuse, settings_from
 
 AUTO: Final = "auto"
 OWN, BORROWED = "own", "borrowed"
@@ -89,8 +89,7 @@ class WeightSettings:
 
 def settings_of(extra: Mapping[str, Any]) -> VllmSettings:
     """Return the settings in `kv_connector_extra_config`. Raises `InvalidRequest` about the first that is wrong."""
-    check_names("kv_connector_extra_config", extra, VllmSettings)
-    return VllmSettings(**extra)
+    return settings_from("kv_connector_extra_config", extra, VllmSettings)
 
 
 def settings_in(transfer: Any) -> VllmSettings:
@@ -104,14 +103,6 @@ def settings_in(transfer: Any) -> VllmSettings:
         ]
         extra = several[0].get("kv_connector_extra_config", {}) if several else {}
     return settings_of(extra)
-
-
-def weight_settings_of(extra: Any) -> WeightSettings:
-    """Return the settings in `--model-loader-extra-config`. Raises `InvalidRequest` about the first that is wrong."""
-    if not isinstance(extra, Mapping):
-        raise InvalidRequest(f"--model-loader-extra-config is an object, not {extra!r}")
-    check_names("--model-loader-extra-config", extra, WeightSettings)
-    return WeightSettings(**extra)
 
 
 def endpoint_of(endpoint: str | Sequence[str] | None, parallel: Any) -> str | None:

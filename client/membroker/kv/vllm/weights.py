@@ -31,11 +31,11 @@ from ...adapters.torch import TensorImage
 from ...errors import InvalidRequest, SegmentExists, SegmentNotFound, SegmentNotSealed, WriterDied
 from ...segment import Segment
 from ...vmm.sizes import format_size
-from ..bounds import say_wait
+from ..bounds import say_wait, settings_from
 from ..model_names import model_name
 from . import logger, processed, seams
 from .identity import digest_of, pinned
-from .settings import WeightSettings, check_shareable, endpoint_of, weight_settings_of
+from .settings import WeightSettings, check_shareable, endpoint_of
 
 _AGAIN_SECONDS = 0.2
 _OUTAGE_SECONDS = 5.0
@@ -48,7 +48,8 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
         seams.check()
-        self._settings = settings = weight_settings_of(load_config.model_loader_extra_config)
+        given = load_config.model_loader_extra_config
+        self._settings = settings = settings_from("--model-loader-extra-config", given, WeightSettings)
         inner = copy.copy(load_config)
         inner.load_format, inner.model_loader_extra_config = settings.load_format, dict(settings.extra_config)
         self._inner = get_model_loader(inner)
