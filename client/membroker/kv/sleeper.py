@@ -176,7 +176,7 @@ class Sleeper(Closing):
                 self._request = request
             self._start()
             if self._state == AWAKE and not request.wake:
-                return self._status(BUSY)
+                return SleepStatus(BUSY, detail="its engine has requests")
             return self._status(FALLING if self._goes_on() else self._state)
 
     def _start(self) -> None:
@@ -212,8 +212,8 @@ class Sleeper(Closing):
         return self._state == ASLEEP and self._has_kept and request is not None and not request.keep_weights
 
     def _status(self, state: str) -> SleepStatus:
-        if state in (AWAKE, BUSY):
-            return SleepStatus(state, detail="its engine has requests" if state == BUSY else "")
+        if state == AWAKE:
+            return SleepStatus(state)
         released = max(0, self._before - self._cache.stats().charged_bytes)
         since = self._asleep_since
         asleep = int((time.monotonic() - since) * 1000) if state == ASLEEP and since else None

@@ -41,7 +41,7 @@ from ..ranks import Ranks, RankWeights
 from ..sleeper import Sleeper
 from . import last_line, logger, memory, seams
 from .blocks import VllmBlocks, needs_of
-from .settings import check_cache, check_supported, has_ranks, settings_of
+from .settings import check_cache, check_supported, settings_of
 from .sleep import why_kept
 from .steps import Scheduled
 from .swap import Copies, Swap, slots_in
@@ -81,7 +81,8 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_supported(vllm_config)
         check_cache(kv_cache_config)
         self._settings = settings_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        self._has_ranks = has_ranks(vllm_config)
+        self._has_ranks = vllm_config.parallel_config.distributed_executor_backend == "mp"
+        """Whether the workers are in other processes than the scheduler."""
         self._memory: Any
         """In the scheduler's process only if that has the worker too: else None."""
         if role is KVConnectorRole.WORKER:

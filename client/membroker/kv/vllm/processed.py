@@ -98,6 +98,7 @@ def describe(model: Any, created: Created) -> tuple[dict[str, torch.Tensor], str
     objects: dict[int, tuple[int, str, torch.Tensor]] = {}
     places: list[Any] = []
     values: list[Any] = []
+    none: list[str] = []
 
     def place(module: str, key: _Key, kind: str, value: torch.Tensor) -> None:
         number, _, _ = objects.setdefault(id(value), (len(objects), _dotted(module, *key), value))
@@ -106,8 +107,12 @@ def describe(model: Any, created: Created) -> tuple[dict[str, torch.Tensor], str
     for name, module in model.named_modules(remove_duplicate=False):
         if name not in created.parts or created.parts[name][0][1] is not module:
             raise InvalidRequest(f"vLLM makes another layer of {name or 'the model'} while it loads: {LEAVE_OUT}")
-        for leaf, value in _registered(module):
-            place(name, (leaf,), "parameter" if leaf in module._parameters else "buffer", value)
+        for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for leaf, value in table.items():
+                if value is not None:
+                    place(name, (leaf,), kind, value)
+                elif _dotted(name, leaf) in created.facts:
+                    none.append(_dotted(name, leaf))
         parts, before, follows = created.parts[name], created.states[name], _is_followed(module)
         after, paths = _state(parts), {id(part): path for path, part in parts}
         for key in {**before, **after}:
@@ -133,12 +138,6 @@ def describe(model: Any, created: Created) -> tuple[dict[str, torch.Tensor], str
     storages, tensors = _pack([(name, value) for _, name, value in objects.values()])
     shared = {tensors[number][0] for _, _, kind, number in places if kind == "parameter"}
     check_kept(sum(storage.nbytes for name, storage in storages.items() if name in shared), created)
-    none = [
-        _dotted(name, leaf)
-        for name, module in model.named_modules(remove_duplicate=False)
-        for leaf, value in (*module._parameters.items(), *module._buffers.items())
-        if value is None and _dotted(name, leaf) in created.facts
-    ]
     about = {
         "facts": created.facts,
         "shared": sorted(shared - {None}),

@@ -124,11 +124,6 @@ def _check_endpoint(endpoint: Any) -> None:
         raise InvalidRequest(f"endpoint is a directory, or a list with one for each rank, not {endpoint!r}")
 
 
-def has_ranks(config: Any) -> bool:
-    """Return whether the workers of a `VllmConfig` are in other processes than the scheduler."""
-    return bool(config.parallel_config.distributed_executor_backend == "mp")
-
-
 def check_supported(config: Any) -> None:
     """Raise `InvalidRequest` for a `VllmConfig` whose cache membroker cannot keep right, or was never tested with."""
     parallel = config.parallel_config
