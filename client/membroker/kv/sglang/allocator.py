@@ -79,17 +79,8 @@ class Allocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
             num_new_pages = get_num_new_pages(
                 seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
             )
-        return self._with_pages(
-            num_new_pages,
-            super().alloc_extend,
-            prefix_lens,
-            prefix_lens_cpu,
-            seq_lens,
-            seq_lens_cpu,
-            last_loc,
-            extend_num_tokens,
-            num_new_pages,
-        )
+        given = prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages
+        return self._with_pages(num_new_pages, super().alloc_extend, *given)
 
     def alloc_decode(self, seq_lens: Any, seq_lens_cpu: Any, last_loc: Any) -> Any:
         """Allocate for the next token of each request of a batch."""

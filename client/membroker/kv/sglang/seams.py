@@ -10,6 +10,7 @@ import logging
 from typing import Final
 
 from .. import seams
+from .settings import USUAL
 
 logger: logging.Logger = logging.getLogger("membroker")
 
@@ -62,13 +63,7 @@ MEMBERS: Final = seams.members(
         ),
         "configs.model_config:ModelConfig": "context_len hf_config is_hybrid_swa",
         "environ:Envs": "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
-        "server_args:ServerArgs": (
-            "page_size served_model_name tp_size pp_size dp_size dcp_size attn_cp_size ep_size speculative_algorithm "
-            "enable_hierarchical_cache enable_hisparse enable_lmcache enable_flexkv "
-            "enable_unified_cache_external_linker disaggregation_mode radix_cache_backend enable_streaming_session "
-            "enable_session_radix_cache enable_memory_saver kv_cache_dtype dllm_algorithm enable_pdmux "
-            "enable_unified_memory kv_canary"
-        ),
+        "server_args:ServerArgs": " ".join(("page_size", "served_model_name", "kv_cache_dtype", *USUAL)),
         "mem_cache.unified_cache.unified_tree_core:UnifiedTreeCore": "root_node",
         "mem_cache.unified_cache.components:ComponentData": "value lock_ref",
         "managers.schedule_batch:Req": "origin_input_ids output_ids sampling_params kv to_finish beam_group",

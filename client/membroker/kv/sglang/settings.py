@@ -40,7 +40,7 @@ def settings_of(text: str) -> SglangSettings:
     return settings_from(VARIABLE, found, SglangSettings)
 
 
-_USUAL: Final[Mapping[str, object]] = {
+USUAL: Final[Mapping[str, object]] = {
     **dict.fromkeys(("tp_size", "pp_size", "dp_size", "dcp_size", "attn_cp_size", "ep_size"), 1),
     **dict.fromkeys(("speculative_algorithm", "radix_cache_backend", "dllm_algorithm")),
     **dict.fromkeys(("enable_unified_memory", "enable_hierarchical_cache", "enable_hisparse", "enable_lmcache"), False),
@@ -56,7 +56,7 @@ def check_supported(args: Any, *, is_recurrent: bool, is_window: bool, is_sparse
     """Raise `InvalidRequest` for a `ServerArgs` or a kind of model that cannot be kept right, or was never tested."""
     refusals = {
         f"does not serve an engine with --{name.replace('_', '-')}: leave it out": getattr(args, name) != usual
-        for name, usual in _USUAL.items()
+        for name, usual in USUAL.items()
     } | {
         "does not serve models with Mamba or linear attention": is_recurrent,
         "does not serve a KV cache with sliding windows apart: add --disable-hybrid-swa-memory": is_window,
