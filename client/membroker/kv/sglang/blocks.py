@@ -213,14 +213,9 @@ class SglangBlocks:
         """Note which pages are cached and not in use."""
         core = getattr(self._tree, "tree_core", None)  # 0.5.21 has none without a prefix cache
         nodes = [] if core is None else list(_below(core.root_node))
-        before, self._pages = self._pages, {}
-        unknown = []
-        for node in nodes:
-            known = before.get(node)
-            if known is not None and known[0] is _value(node):
-                self._pages[node] = known
-            else:
-                unknown.append(node)
+        known = {node: self._pages[node] for node in nodes if node in self._pages}
+        self._pages = {node: pages for node, pages in known.items() if pages[0] is _value(node)}
+        unknown = [node for node in nodes if node not in self._pages]
         if unknown:
             firsts = torch.cat([_value(node)[:: self._page] for node in unknown])
             numbers = (firsts // self._page).cpu().numpy()

@@ -145,8 +145,7 @@ class SglangMemory:
     @property
     def held_tokens(self) -> int:
         """How many tokens of SGLang's cache have no memory now."""
-        held: int = self._allocator.held_count * self._allocator.page_size
-        return held
+        return self._allocator.held_count * int(self._allocator.page_size)
 
 
 class _Fence:
