@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from tests.support.sizes import KIB, MIB
 from membroker.errors import InvalidRequest, OutOfVirtualMemory
 from membroker.kv import ElasticCache, Layout, Strided
 from membroker.pool.pool import VirtualMemoryPool
+from membroker.vmm.driver import DeviceInfo
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
-from membroker.kv.capture import Capture, strided  # noqa: E402 - needs torch
+from membroker.kv.capture import Capture, device_lent, strided  # noqa: E402 - needs torch
 
 
 @pytest.fixture
@@ -151,3 +153,24 @@ def test_from_the_tensors_to_a_cache(pool: VirtualMemoryPool) -> None:
             layer[:, :32] = 7
             assert layer[:, :32].eq(7).all()
         assert pool.physical_usage_bytes == 8 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("engine", "driver", "is_lent"),
+    [
+        ("cpu", "host", True),
+        ("cuda:1", "cuda", True),
+        ("cuda", "cuda", True),  # whichever is the current one
+        ("cuda:0", "cuda", False),
+        ("cuda:0", "host", False),
+        ("cpu", "cuda", False),
+    ],
+)
+def test_an_engine_computes_where_the_broker_lends(engine: str, driver: str, is_lent: bool) -> None:
+    """The broker's GPU is this process's number 1. An engine on another device could not use the addresses."""
+    lender: Any = SimpleNamespace(device=DeviceInfo("GPU-1", "a GPU", driver, PAGE, ordinal=1))
+    if is_lent:
+        assert device_lent(lender, torch.device(engine)).type == torch.device(engine).type
+    else:
+        with pytest.raises(InvalidRequest, match=f"this engine computes on {engine}, and the broker lends memory of"):
+            device_lent(lender, torch.device(engine))
