@@ -144,12 +144,12 @@ class Calls:
         self._knows_cancel = revision >= CANCEL_REVISION
         self._by_extents = revision >= EXTENTS_REVISION
         self._since_ack = 0
-        """How many extents were taken since the last Ack; other frames may have acknowledged them."""
+        """How many extents were counted since the last Ack; other frames may have acknowledged them."""
         self.acknowledged: int = 0
         """How many deliveries were taken, counted from the first one without a gap."""
         self._name = name
-        self._arrived: dict[tuple[int, int], bool] = {}
-        """Deliveries that are not counted yet, in the order of arrival, and whether each was taken."""
+        self._arrived: dict[tuple[int, int], int | None] = {}
+        """Deliveries that are not counted yet, in the order of arrival, each with its extents once it was taken."""
         self._places: dict[int, Hashable] = {}
         """The line of each call that has a place at the broker; None for a call of no line."""
         self._front: dict[int, Call] = {}
@@ -216,23 +216,23 @@ class Calls:
     def taken(self, packet: Packet) -> pb.Frame | None:
         """A delivery was taken, and its descriptors are closed; return what acknowledges it at once, if that must be.
 
-        Another call may wait for the delivery window, but no packet needs more than half of it. So it is enough that
-        the next frame carries the count, as long as less than half is taken. After the last delivery of the only call
-        no call waits at all. One that begins meanwhile is either seen here, or its own frame carries the count: it is
-        in the table before its frame reads the count.
+        After the last delivery of a call another one may wait for the delivery window, but no packet needs more than
+        half of it. So it is enough that the next frame carries the count, as long as less than half is taken. If it was
+        the only call, none waits at all. One that begins meanwhile is either seen here, or its own frame carries the
+        count: it is in the table before its frame reads the count.
         """
         frame = packet.frame
         if self.counts:
             arrived, before = self._arrived, self.acknowledged
-            arrived[frame.request_id, frame.delivery.part] = True
-            while arrived and arrived[first := next(iter(arrived))]:
+            arrived[frame.request_id, frame.delivery.part] = len(frame.delivery.extent_ids)
+            while arrived and (extents := arrived[first := next(iter(arrived))]) is not None:
                 del arrived[first]
                 self.acknowledged += 1
-            self._since_ack += len(frame.delivery.extent_ids)
-            if self.acknowledged == before or (self._by_extents and self._since_ack < MAX_DESCRIPTORS):
+                self._since_ack += extents
+            has_room = self._by_extents and self._since_ack < MAX_DESCRIPTORS
+            is_alone = len(self.at_broker) == 1 and frame.request_id in self.at_broker
+            if self.acknowledged == before or (frame.delivery.HasField("reply") and (has_room or is_alone)):
                 return None  # if an earlier delivery is not taken yet, the thread that takes it acknowledges both
-            if frame.delivery.HasField("reply") and len(self.at_broker) == 1 and frame.request_id in self.at_broker:
-                return None
             self._since_ack = 0
         ack = pb.Frame(request_id=frame.request_id)
         ack.ack.part = frame.delivery.part
@@ -297,7 +297,7 @@ class Calls:
         frame = packet.frame
         kind = frame.WhichOneof("kind")
         if kind == "delivery":
-            self._arrived[frame.request_id, frame.delivery.part] = False
+            self._arrived[frame.request_id, frame.delivery.part] = None
             reply = frame.delivery.reply if frame.delivery.HasField("reply") else None
         else:
             reply = frame.reply
