@@ -161,6 +161,23 @@ if not pid:
     red.result()
 
 
+def test_a_recall_goes_on_after_the_daemons_death(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
+    """The daemon dies amid a recall. Both sessions resume, red's request is made again, and blue is asked again."""
+    red, blue = pair
+    filled(blue, "lambda recall: membroker.DEFERRED")
+    red.begin("held = model.allocate(64 * MIB, timeout=600)")
+    blue.do("waited_for(lambda: model.pending_recall); old = model.pending_recall")
+    daemon.kill()
+    blue.do("waited_for(lambda: model.pending_recall is None)")
+    blue.do("old.done()")
+    daemon.start_again()
+    blue.do("waited_for(lambda: model.pending_recall); recall = model.pending_recall")
+    assert blue.ask("recall is not old")
+    blue.do("release(recall); recall.done()")
+    red.result()
+    assert blue.ask("model.pending_recall is None")
+
+
 def test_a_model_with_a_name_as_on_hugging_face_is_asked(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
     """Its name has a slash. The session answers for this model, and for no other of a part of its name."""
     red, blue = pair
