@@ -23,6 +23,7 @@ from tests.system.test_reload import reload
 from tests.system.test_turns import BEGIN
 
 from membroker.v1 import broker_pb2 as bpb
+from membroker.wire.names import DESCRIPTORS_IN_FLIGHT
 from membroker.wire.sessions import sessions_for
 from membrokerd.edge.rpc.interceptor import MAX_CALLS, MAX_STREAMS, MAX_WATCHES
 from membrokerd.edge.rpc.proxy import CONNECTIONS_BESIDE
@@ -45,6 +46,7 @@ def bound(*, sessions: int, models: int, segments: int, extents: int, endpoints:
         + models * 4 * KIB
         + segments * 2 * KIB
         + extents * KIB
+        + min(extents, sessions * DESCRIPTORS_IN_FLIGHT) * 3 * KIB // 2
     )
 
 
@@ -372,6 +374,28 @@ for session in sessions[1:]:
         grown = daemon.resident_bytes() - before
         state("RssAnon for 240 requests that wait, each in a frame of 60 KiB", f"{grown // KIB:+} KiB")
         assert grown < 16 * 32 * KIB + MIB
+
+
+def test_deliveries_that_nobody_acknowledges_are_bounded(daemon: Daemon, state: State) -> None:
+    """The call that brought an extent is kept until then, of each session for 128 of them."""
+    with worker() as flood:
+        flood.do(BEGIN.format(endpoint=str(daemon.endpoint("red"))))
+        flood.do("sessions = [Session(endpoint) for _ in range(16)]")
+        flood.do("models = [session.register('m') for session in sessions]")
+        before = daemon.resident_bytes()
+        flood.do(
+            """
+for session, model in zip(sessions, models, strict=True):
+    for number in range(WINDOW + 1):
+        session.send(pb.Frame(request_id=1_000 + number, allocate=allocation(model, PAGE)))
+        if number < WINDOW:
+            assert session.receive().frame.delivery.HasField("reply")
+""".replace("WINDOW", str(DESCRIPTORS_IN_FLIGHT))
+        )
+        until(lambda: daemon.books().lent_bytes == 16 * (DESCRIPTORS_IN_FLIGHT + 1) * 2 * MIB)
+        grown = daemon.resident_bytes() - before
+        state("RssAnon for 2,048 deliveries that nobody acknowledges", f"{grown // KIB:+} KiB")
+        assert grown < 16 * DESCRIPTORS_IN_FLIGHT * (KIB + 3 * KIB // 2)
 
 
 def test_answers_that_nobody_takes_are_bounded(daemon: Daemon, state: State) -> None:
