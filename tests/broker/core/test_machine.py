@@ -23,7 +23,7 @@ from membrokerd.core.denied import Reason
 from membrokerd.core.ledger import replay
 from membrokerd.core.recount import recount
 
-STEPS = 40_000
+STEPS = 64_000
 SEEDS = [int(seed) for seed in os.environ.get("MEMBROKER_SEEDS", "6").split(",")]
 
 
