@@ -150,6 +150,7 @@ def _begun(work: Callable[[], _T]) -> asyncio.Future[_T]:
             result = context.run(work)
         except BaseException as raised:  # noqa: BLE001 - raised where the call is awaited
             error = raised
+        _threads.over()  # before the program hears of it, and begins its next call
         try:
             loop.call_soon_threadsafe(tell, result, error)
         except RuntimeError:  # the loop is closed, and nobody awaits this
@@ -171,24 +172,28 @@ class _Threads:
         self._lock = threading.Lock()
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._idle = 0
-        self._running = 0
+        self._calls = 0
 
     def do(self, work: Callable[[], None]) -> None:
-        """Do `work` at once. Raises `TooMany` and `ThreadLimit`."""
+        """Do `work` at once; it says itself when its call is `over`. Raises `TooMany` and `ThreadLimit`."""
         with self._lock:
-            if self._running - self._idle >= MOST_CALLS:
+            if self._calls >= MOST_CALLS:
                 raise TooMany(f"{MOST_CALLS} calls of coroutines are under way in this process, which is the maximum")
+            self._calls += 1
             if self._idle:
                 self._idle -= 1
                 self._work.put(work)
                 return
-            self._running += 1
         try:
             start_thread(self._run, "membroker-aio", work)
         except BaseException:
-            with self._lock:
-                self._running -= 1
+            self.over()
             raise
+
+    def over(self) -> None:
+        """A call is over."""
+        with self._lock:
+            self._calls -= 1
 
     def _run(self, work: Callable[[], None]) -> None:
         while True:
@@ -203,7 +208,6 @@ class _Threads:
                     # If no thread counts as idle, somebody has put work for this one.
                     if self._idle:
                         self._idle -= 1
-                        self._running -= 1
                         return
                 work = self._work.get()
 

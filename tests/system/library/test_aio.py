@@ -292,6 +292,27 @@ def test_more_calls_than_threads(daemon: Daemon, run: Run, monkeypatch: pytest.M
     run(main())
 
 
+def test_a_call_is_over_before_it_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of a call may be slow to end it: the program can begin the next one as soon as it has the answer."""
+    monkeypatch.setattr(aio, "MOST_CALLS", 1)
+    told = threading.Event()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        tell = loop.call_soon_threadsafe
+
+        def slow(*what: Any, **options: Any) -> Any:
+            handle = tell(*what, **options)
+            told.wait(DEADLINE_SECONDS)
+            return handle
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", slow)
+        assert [await aio.run(lambda number=number: number) for number in range(3)] == [0, 1, 2]
+        told.set()
+
+    run(main())
+
+
 def test_a_loop_that_ends_first(daemon: Daemon) -> None:
     """The program drops its loop while a call is under way: what it returns is closed."""
     with membroker.connect(daemon.endpoint()) as client:
