@@ -138,6 +138,22 @@ def test_what_the_engine_wants_stays_but_for_a_recall() -> None:
     assert balloon.choose(8, 9 * PAGE, asking()) == [3, 2], "and the floor stays"
 
 
+def test_nothing_is_looked_at_while_all_memory_is_the_floors() -> None:
+    """A look takes the engine's time in every step, and could find nothing that may go."""
+    balloon, looked = Balloon(block_major(MIB, 10), floor=3 * PAGE), list[Sequence[int]]()
+    with_memory(balloon, 3)
+
+    def unused(blocks: Sequence[int]) -> Sequence[int]:
+        looked.append(blocks)
+        return blocks
+
+    engine = asking(unused=unused)
+    assert (balloon.choose(0, 0, engine), looked, balloon.is_sweeping) == ([], [], False)
+    with_memory(balloon, 4, 3)
+    assert balloon.choose(0, 0, engine) == [3]
+    assert looked
+
+
 def test_a_recall_takes_the_busy_groups_that_cost_least() -> None:
     """Not those with the fewest used blocks, if these are of a request that the engine would preempt last."""
     balloon = Balloon(block_major(MIB, 10))
