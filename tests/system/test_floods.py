@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from tests.support.daemons import Daemon, running, until
-from tests.support.honest_worker import Honest, State, check_turns, honest, unprivileged
+from tests.support.honest_worker import COUNTED, Honest, State, check_turns, honest, unprivileged
 from tests.support.raw import Connection, hello, reason
 from tests.support.sizes import MIB
 from tests.support.workers import (
@@ -64,7 +64,7 @@ class Scene(NamedTuple):
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[Scene]:
     config = {"capacity": "40GiB", "settle_seconds": 1.0, "max_sessions": 64, "log": {"level": "info"}}
-    with running(config) as daemon, honest(daemon) as one, honest(daemon, "grpc") as other:
+    with running(config, module=COUNTED) as daemon, honest(daemon) as one, honest(daemon, "grpc") as other:
         yield Scene(daemon, {"handoff": one, "grpc": other}, descriptors_at_rest(daemon))
 
 
@@ -156,7 +156,7 @@ def test_a_hundred_stopped_sessions_stop_nobody(state: State) -> None:
     """
     descriptors = descriptors_for(STOPPED + 1)
     config = {"capacity": "40GiB", "max_sessions": STOPPED + 1, "settle_seconds": 1.0, "audit_seconds": 0.1}
-    with unprivileged(config, descriptors) as daemon:
+    with unprivileged(config, descriptors, COUNTED) as daemon:
         at_start = descriptors_at_start(daemon)
         processes = -(-STOPPED // SESSIONS)
         with honest(daemon) as one, workers(processes) as stopped:

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
-from tests.support.honest_worker import Honest, State, check_turns
+from tests.support.honest_worker import COUNTED, Honest, State, check_turns
 from tests.support.http2 import Peer
 from tests.support.raw import Session, grpc_call
 from tests.support.sizes import KIB, MIB
@@ -55,7 +55,8 @@ BOUND = bound(sessions=MAX_SESSIONS, models=MODELS, segments=SEGMENTS, extents=E
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    with running({"capacity": "160GiB", "max_sessions": MAX_SESSIONS, "log": {"level": "info"}}) as one:
+    config = {"capacity": "160GiB", "max_sessions": MAX_SESSIONS, "log": {"level": "info"}}
+    with running(config, module=COUNTED) as one:
         yield one
 
 
@@ -249,7 +250,7 @@ def test_the_worst_mix_of_so_many_descriptors_stays_within_the_bound(
         "model_grace_seconds": 0,
         "log": {"level": "info"},
     }
-    module = "membrokerd.cli" if fits else "tests.support.faulty_daemon wait_only"
+    module = COUNTED if fits else "tests.support.faulty_daemon wait_only"
     with running(config, descriptors, module) as daemon, ExitStack() as stack:
         at_start, before = daemon.resident_bytes(), daemon.descriptors()
         until(lambda: f"max_sessions={sessions}" in daemon.log())

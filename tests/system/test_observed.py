@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.support import daemons, faulty_daemon
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
-from tests.support.honest_worker import State, check_turns, honest
+from tests.support.honest_worker import COUNTED, State, check_turns, honest
 from tests.support.template import PythonProcess
 from tests.support.workers import worker
 
@@ -82,7 +82,7 @@ for thread in threads: thread.start()
 def test_scrapers_without_a_pause(state: State) -> None:
     """Any local user can scrape: 16 that never pause, of a daemon with 500 models, cost what one costs."""
     config = {"capacity": "1GiB", "max_models_per_tenant": MODELS, "log": {"level": "info"}}
-    with running(config) as daemon, honest(daemon) as one, worker() as owner, worker() as scraper:
+    with running(config, module=COUNTED) as daemon, honest(daemon) as one, worker() as owner, worker() as scraper:
         owner.connect(daemon)
         owner.do(f"models = [client.model(f'm{{number}}') for number in range({MODELS})]")
         scraper.do(f"url = {daemon.device().metrics_url!r}")
@@ -149,7 +149,7 @@ def test_a_stderr_that_nobody_reads_stops_nobody(state: State) -> None:
 
     When the log is read again, it says how many lines are missing.
     """
-    with unread() as reader, running() as daemon, honest(daemon) as one:
+    with unread() as reader, running(module=COUNTED) as daemon, honest(daemon) as one:
         url = daemon.device().metrics_url
 
         def drops() -> bool:

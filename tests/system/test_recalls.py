@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.daemons import Daemon, running, until
-from tests.support.honest_worker import State, check_turns, honest
+from tests.support.honest_worker import COUNTED, State, check_turns, honest
 from tests.support.raw import Connection, Session, admin_call, allocation, info, is_readable, reason
 from tests.support.sizes import MIB
 from tests.support.workers import worker
@@ -40,10 +40,10 @@ _ids = itertools.count(1_000)
 
 
 @contextmanager
-def lending(**config: Any) -> Iterator[Daemon]:
+def lending(module: str = "membrokerd.cli", **config: Any) -> Iterator[Daemon]:
     """A daemon of 256 MiB. Recalls and waits end by an answer, unless `config` says how long they take."""
     given = {"recall_seconds": HOUR, "guarantee_wait_seconds": HOUR, "tenants": TENANTS, "settle_seconds": 1.0}
-    with running({**given, **config}) as daemon:
+    with running({**given, **config}, module=module) as daemon:
         yield daemon
 
 
@@ -284,7 +284,7 @@ def test_a_flood_of_answers(stack: ExitStack, state: State) -> None:
         "blue": {"models": {"honest": {"guarantee": "16MiB"}}},
         "green": {"models": {"m": {"guarantee": "128MiB"}}},
     }
-    with lending(capacity="1GiB", tenants=tenants, log={"level": "info"}) as daemon, stack:
+    with lending(COUNTED, capacity="1GiB", tenants=tenants, log={"level": "info"}) as daemon, stack:
         with honest(daemon) as one, worker() as flood:
             flood.do("from tests.support.raw import *; from pathlib import Path")
             flood.do(f"sessions = [Session(Path({str(daemon.endpoint('red'))!r})) for _ in range({SESSIONS})]")

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support import raw
 from tests.support.daemons import Daemon, running, until
-from tests.support.honest_worker import State, check_turns, honest
+from tests.support.honest_worker import COUNTED, State, check_turns, honest
 from tests.support.segments import one_transport
 from tests.support.sizes import MIB
 from tests.support.workers import PAGE, Worker, worker, workers
@@ -369,7 +369,7 @@ def test_a_thousand_waits_stop_nobody(state: State) -> None:
     The tenant may have no more of them: the next one is refused, whatever its model.
     """
     config = {"capacity": "64MiB", "max_sessions": 96, "log": {"level": "info"}}
-    with running(config) as daemon, honest(daemon) as one, workers(4) as crowd, worker() as late:
+    with running(config, module=COUNTED) as daemon, honest(daemon) as one, workers(4) as crowd, worker() as late:
         one.do("kept = model.allocate(PAGE)")
         for process, each in enumerate(crowd):
             values = {"endpoint": str(daemon.endpoint()), "sessions": SESSIONS, "waits": 16, "wait": LONG}
