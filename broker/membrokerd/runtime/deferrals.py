@@ -21,17 +21,20 @@ HEARING_SECONDS = 0.02
 It is CPU time of the event loop. On the clock, 20 ms may pass before anything is read where other processes have the
 cores, and then the call would be refused for memory that was released before.
 """
+HEARING_TURNS = 5
+"""And so many turns at least: a virtual machine that stands still for a moment has that moment in its CPU time."""
 
 
 @dataclass(slots=True)
 class _Batch:
     """Calls that were deferred in one turn. They wait until each connection in `unread` is read up to its byte.
 
-    Or until `until`, a time of `time.thread_time`.
+    Or until both are there: `until`, a time of `time.thread_time`, and the turn `last`.
     """
 
     calls: deque[int]
     until: float
+    last: int
     unread: list[tuple[SessionConnection, int]]
 
     def is_heard(self) -> bool:
@@ -51,6 +54,8 @@ class Deferrals:
         self._io = asyncio.get_running_loop()
         self._new: deque[int] = deque()
         """The calls that were deferred in this turn."""
+        self._turn = 0
+        """How many turns have begun in which calls waited."""
         self._batches: deque[_Batch] = deque()
         self._scheduled = False
 
@@ -70,6 +75,7 @@ class Deferrals:
         This comes first in the turn, because the event loop keeps the order of its calls.
         """
         self._scheduled = False
+        self._turn += 1
         now, end = time.thread_time(), time.perf_counter() + PORTION_SECONDS
         if self._new:
             unread = [
@@ -77,11 +83,14 @@ class Deferrals:
                 for connection in self._connections()
                 if (queued := connection.queued())
             ]
-            self._batches.append(_Batch(self._new, now + HEARING_SECONDS, unread))
+            self._batches.append(_Batch(self._new, now + HEARING_SECONDS, self._turn + HEARING_TURNS, unread))
             self._new = deque()
         try:
-            while self._batches and (now >= self._batches[0].until or self._batches[0].is_heard()):
-                calls = self._batches[0].calls
+            while self._batches:
+                first = self._batches[0]
+                if (now < first.until or self._turn < first.last) and not first.is_heard():
+                    break
+                calls = first.calls
                 while calls and time.perf_counter() < end:
                     self._decide(calls.popleft())
                 if calls:
