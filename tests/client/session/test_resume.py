@@ -412,3 +412,16 @@ client.close()
             inventory.strike_extents([0, 1, 2, 3, 20])
         assert list(inventory.strike_extents([])) == []
         assert inventory.released_bytes == {KIND[:2]: 2 * PAGE, (MODEL, resources_pb2.LOCATION_HOST): 7 * PAGE}
+
+    def test_what_a_guest_declares_less_was_released(self) -> None:
+        """Also when it declares the rest as memory that cannot be recalled. Who is no guest releases nothing."""
+        inventory, place = Inventory(), (MODEL, resources_pb2.LOCATION_DEVICE)
+        released = []
+        for size, recallable in ((9, False), (5, False), (5, True), (8, True), (6, True), (3, False), (1, False)):
+            inventory.declared(
+                broker_pb2.DeclareMemoryRequest(
+                    model=MODEL, location=place[1], declared_bytes=size * PAGE, recallable=recallable
+                )
+            )
+            released.append(inventory.released_bytes[place] // PAGE)
+        assert released == [0, 0, 0, 0, 2, 5, 5]

@@ -15,6 +15,8 @@ from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, buffer,
 import membroker
 from membroker import Client, Model, Recall
 from membroker.session import notices
+from membroker.types import SleepRequest, SleepStatus
+from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2
 
 
@@ -178,3 +180,22 @@ class TestDeferred:
 def test_the_sentinel_has_a_name() -> None:
     assert repr(membroker.DEFERRED) == "membroker.DEFERRED"
     assert sys.modules["membroker.session.recalls"].DEFERRED is membroker.DEFERRED
+
+
+class TestSleep:
+    def test_a_question_about_sleep_is_answered_by_its_callback(
+        self, broker: PlayedBroker, client: Client, served: Model
+    ) -> None:
+        """A program without a callback answers that it cannot sleep, and needs no thread for that."""
+        asked: list[SleepRequest] = []
+
+        def status() -> Any:
+            return broker.hear("sleep_answer").sleep_answer.status
+
+        broker.notice(sleep=pb.Sleep(sleep_id=7, model=MODEL, wake=True))
+        assert status().state == resources_pb2.SleepStatus.UNSUPPORTED
+        assert "membroker-recall" not in {thread.name for thread in threading.enumerate()}
+        served.on_sleep(lambda request: asked.append(request) or SleepStatus("asleep", cache_bytes=PAGE))  # type: ignore[func-returns-value]
+        broker.notice(sleep=pb.Sleep(sleep_id=8, model=MODEL, wake=True, keep_weights=True))
+        assert status().state == resources_pb2.SleepStatus.ASLEEP
+        assert [(one.wake, one.keep_weights) for one in asked] == [(True, True)]
