@@ -49,6 +49,16 @@ def _never_acknowledges_at_once(was, self, packet):  # type: ignore[no-untyped-d
     was(self, packet)
 
 
+@instead_of(Calls, "taken")
+def _forgets_what_overtook(was, self, packet):  # type: ignore[no-untyped-def]
+    """An Ack that does not cover a packet yet forgets its extents, and a later one is not sent for them."""
+    ack, key = was(self, packet), (packet.frame.request_id, packet.frame.delivery.part)
+    if key in self._arrived:
+        self._since_ack += self._arrived[key]
+        self._arrived[key] = 0
+    return ack
+
+
 @instead_of(Calls, "over")
 def _keeps_its_place(was, self, call):  # type: ignore[no-untyped-def]
     self.at_broker.pop(call.request_id, None)
@@ -81,6 +91,7 @@ FAULTS = (
     _nothing_goes_back,
     _counts_what_is_not_taken,
     _never_acknowledges_at_once,
+    _forgets_what_overtook,
     _keeps_its_place,
     _is_given_up_and_used,
     _still_states_what_is_released,
