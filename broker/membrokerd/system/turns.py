@@ -83,7 +83,7 @@ class Turns:
         self.longest = 0.0
         """The longest turn since the start, in seconds."""
         self.longest_cpu = 0.0
-        """The most CPU time of this thread in one turn, in seconds. Load from other processes does not raise it."""
+        """The most CPU time of this thread in a turn, in seconds. Other processes do not raise it; a hypervisor can."""
         self.slow = 0
         """How many turns took longer than `SLOW_SECONDS`."""
         self._clock = clock
