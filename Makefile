@@ -33,8 +33,8 @@ test: $(STAMP)  ## everything that a change needs to know, in four minutes on tw
 test-deep: $(STAMP)  ## what searches: simulation, fuzz, random walks, crash points, floods, soak, memory, doubles over gRPC
 	$(PYTEST) -m "deep and not root and not gpu"
 
-sim: $(STAMP)  ## a world around the core: make sim STEPS=1000000 SEED=7
-	$(BIN)/python -m tests.simulation.run --steps $(or $(STEPS),5000000) $(if $(SEED),--seed $(SEED))
+sim: $(STAMP)  ## a world around the core: make sim STEPS=1000000 SEED=7; with the library's calls: OPTIONS=--joined
+	$(BIN)/python -m tests.simulation.run --steps $(or $(STEPS),5000000) $(if $(SEED),--seed $(SEED)) $(OPTIONS)
 
 fuzz: $(STAMP)  ## mutated frames, requests, documents: make fuzz SECONDS=600, for each fuzz
 	FUZZ_SECONDS=$(or $(SECONDS),60) $(BIN)/python -m pytest tests/fuzz --timeout=0 -q
