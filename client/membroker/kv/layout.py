@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import InvalidRequest
-from ..vmm.sizes import MAX_BYTES, is_power_of_two
+from ..vmm.sizes import MAX_BYTES, is_power_of_two, joined
 
 MAX_BLOCKS = 1 << 24
 MAX_PAGES = 1 << 22
@@ -83,13 +83,7 @@ class Layout:
 
     def ranges(self, group: int) -> list[tuple[int, int]]:
         """Return the pages of a group as ranges of the pool, (offset, size) in bytes, in ascending order."""
-        runs: list[list[int]] = []
-        for page in self._pages[group]:
-            if runs and runs[-1][1] == page:
-                runs[-1][1] = page + 1
-            else:
-                runs.append([page, page + 1])
-        return [(first * self.page_size, (stop - first) * self.page_size) for first, stop in runs]
+        return joined((page * self.page_size, self.page_size) for page in self._pages[group])
 
     def bytes_of(self, group: int) -> int:
         """Return the bytes of a group's pages: what is charged while it is mapped."""
@@ -104,23 +98,23 @@ def _joined(base: int, blocks: int, tensors: Iterable[Strided]) -> list[Strided]
 
     The layers of a block-major cache are often given one by one: they have one stride, and lie within it.
     """
-    joined: list[Strided] = []
+    found: list[Strided] = []
     for tensor in sorted(set(tensors), key=lambda tensor: (tensor.address, tensor.stride, tensor.size)):
         if tensor.address < base or not 0 < tensor.size <= tensor.stride <= MAX_BYTES or tensor.end(blocks) > MAX_BYTES:
             raise InvalidRequest(
                 f"a cache at {base:#x} has no blocks like {tensor}: a block is at most its stride long"
             )
-        last = joined[-1] if joined else None
+        last = found[-1] if found else None
         if last is None or tensor.address >= last.end(blocks):
-            joined.append(tensor)
+            found.append(tensor)
             continue
         size = max(last.size, tensor.address + tensor.size - last.address)
         if tensor.stride != last.stride or size > last.stride:
             raise InvalidRequest(f"the blocks of {last} and of {tensor} overlap")
-        joined[-1] = Strided(last.address, last.stride, size)
-    if not joined:
+        found[-1] = Strided(last.address, last.stride, size)
+    if not found:
         raise InvalidRequest("a cache has at least one tensor")
-    return joined
+    return found
 
 
 def _groups(base: int, size: int, blocks: int, tensors: Sequence[Strided]) -> tuple[list[list[int]], list[list[int]]]:
