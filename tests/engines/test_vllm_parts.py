@@ -427,8 +427,8 @@ def test_a_fence_passes_when_its_step_was_launched_and_is_over() -> None:
     launched = Launched()
     launched.record = record
     scheduled = Scheduled(launched.passed)
-    scheduled.end()
-    scheduled.end()
+    scheduled.number += 1
+    scheduled.number += 1
     fence = scheduled.fence()
     assert (scheduled.number, scheduled.fenced) == (2, 2)
     launched.begin(0, 0)
@@ -439,7 +439,7 @@ def test_a_fence_passes_when_its_step_was_launched_and_is_over() -> None:
     assert (fence.query(), len(events)) == (False, 2)
     events[-1].is_over = True
     assert fence.query()
-    scheduled.end()
+    scheduled.number += 1
     later = scheduled.fence()
     launched.begin(3, scheduled.fenced)
     assert (len(events), later.query()) == (3, False)
@@ -448,9 +448,9 @@ def test_a_fence_passes_when_its_step_was_launched_and_is_over() -> None:
 def test_a_fence_of_a_step_that_was_never_launched_passes_with_the_next_step() -> None:
     launched = Launched()
     scheduled = Scheduled(launched.passed)
-    scheduled.end()
+    scheduled.number += 1
     fence = scheduled.fence()
-    scheduled.end()
+    scheduled.number += 1
     assert not fence.query()
     launched.begin(scheduled.number, scheduled.fenced)
     assert fence.query()

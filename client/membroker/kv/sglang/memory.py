@@ -152,9 +152,7 @@ class _Fence:
     """The end of what was launched on the stream of the model, and on the current one."""
 
     def __init__(self, forward_stream: Any) -> None:
-        self._events = [torch.cuda.Event(), torch.cuda.Event()]
-        self._events[0].record(forward_stream)
-        self._events[1].record()
+        self._events = [stream.record_event() for stream in (forward_stream, torch.cuda.current_stream())]
 
     def query(self) -> bool:
         return all(event.query() for event in self._events)

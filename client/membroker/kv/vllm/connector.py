@@ -284,7 +284,7 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "membroker: preempted requests: %d blocks go to host memory, %d return", len(saves), len(loads)
             )
         step = StepMetadata(steps.number, steps.fenced, saves, loads)
-        steps.end()
+        steps.number += 1
         return step
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -22,7 +22,6 @@ from ...vmm.sizes import format_size, round_up
 from ..bounds import START_SECONDS, bytes_of_first, say_wait
 from ..cache import ElasticCache
 from ..capture import Capture, device_lent
-from ..engine import Over
 from ..layout import Layout, Strided
 from ..rank import Rank
 from ..sleeper import Sleeper
@@ -30,7 +29,7 @@ from . import logger
 from .blocks import GroupNeed, needs_of
 from .settings import AUTO, BORROWED, VllmSettings, endpoint_of
 from .sleep import BorrowedWeights
-from .steps import Launched, recorded
+from .steps import Launched
 from .swap import SwapSpace
 
 CONTEXT_BYTES = 600 << 20
@@ -81,7 +80,8 @@ class VllmMemory:
         given, found = self.settings.page_size, self.parts(0)
         page = page_size_of(found) if given is None else arguments.bytes_of("page_size", given)
         self._pool = VirtualMemoryPool(self._model, round_up(size, page), page)
-        self.launched.record = recorded if device.type == "cuda" else Over
+        if device.type == "cuda":
+            self.launched.record = lambda: torch.cuda.current_stream().record_event()
         self._capture = Capture(self._pool, wanted=lambda shape, dtype: dtype is torch.int8 and shape == (size,))
         return self._capture
 

@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ..engine import Over
 
 
@@ -33,10 +31,6 @@ class Scheduled:
         """Return a fence at the beginning of this step."""
         self.fenced = self.number
         return StepFence(self.number, self._passed)
-
-    def end(self) -> None:
-        """End the scheduling of a step."""
-        self.number += 1
 
 
 class StepFence:
@@ -72,10 +66,3 @@ class Launched:
         while self._events and self._events[0][1].query():
             self._passed = self._events.popleft()[0]
         return self._passed
-
-
-def recorded() -> Any:
-    """Return an event behind what was launched on the current stream."""
-    event = torch.cuda.Event()
-    event.record()
-    return event
