@@ -126,9 +126,24 @@ def say_wait(needed: int, model: Model, log: logging.Logger, seconds: float = ST
         )
 
 
+def say_cache(pool: VirtualMemoryPool, layout: Layout, model: Model, order: str, of: str, log: logging.Logger) -> None:
+    """Say what the cache is like. `order` is how its bytes are ordered, and `of` what its blocks are and have."""
+    log.info(
+        "membroker: the KV cache of model %r is %s, in %d groups of %d MiB: %d %s, %.1f GiB of addresses",
+        model.name,
+        order,
+        layout.groups,
+        layout.bytes_of(0) >> 20,
+        layout.blocks,
+        of,
+        pool.capacity / (1 << 30),
+    )
+
+
 def bytes_of_first(layout: Layout, blocks: int) -> int:
-    """Return the bytes of the groups that the first `blocks` blocks touch."""
-    return sum(layout.bytes_of(group) for group in range(max(layout.touched(blocks - 1)) + 1))
+    """Return the bytes of the groups that the first `blocks` blocks touch, or all if there are not so many."""
+    last = min(blocks, layout.blocks) - 1
+    return sum(layout.bytes_of(group) for group in range(max(layout.touched(last)) + 1))
 
 
 def settings_from(source: str, given: Any, kind: type[Settings]) -> Settings:

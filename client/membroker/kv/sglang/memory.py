@@ -18,7 +18,7 @@ from ... import Client, Model, VirtualMemoryPool, connect
 from ...errors import InvalidRequest
 from ...ext import arguments
 from ...vmm.sizes import round_up
-from ..bounds import bytes_of_first, say_wait
+from ..bounds import bytes_of_first, say_cache, say_wait
 from ..cache import ElasticCache
 from ..capture import Capture, device_lent, strided
 from ..engine import Over
@@ -40,9 +40,9 @@ class SglangMemory:
     def __init__(self, settings: SglangSettings, config: Any) -> None:
         self.settings = settings
         self._config = config
-        self._name = settings.name(resolved_view(config.server_args).served_model_name, logger)
+        name = settings.name(resolved_view(config.server_args).served_model_name, logger)
         self._client: Client = connect()
-        self._model: Model = self._client.model(self._name, limit=settings.limit)
+        self._model: Model = self._client.model(name, limit=settings.limit)
         kind = torch.device(config.device).type
         device_lent(self._model.driver, torch.device(kind, config.gpu_id if kind == "cuda" else None))
         self._cache: ElasticCache
@@ -76,21 +76,11 @@ class SglangMemory:
 
     def _open(self, pool: VirtualMemoryPool, layout: Layout, tokens: int) -> None:
         longest = self._config.model_config.context_len
-        blocks = 1 + min(layout.blocks - 1, -(-longest // tokens) + 2)
-        size = bytes_of_first(layout, blocks)
+        size = bytes_of_first(layout, 1 + -(-longest // tokens) + 2)
         self.settings.check_fits(size, longest, self._client, self._model, "--context-length", logger)
         say_wait(layout.bytes_of(0), self._model, logger)
         self._cache = self.settings.elastic(pool, layout)
-        logger.info(
-            "membroker: the KV cache of model %r is layer-major, in %d groups of %d MiB: %d pages of %d tokens, %.1f "
-            "GiB of addresses",
-            self._name,
-            layout.groups,
-            layout.bytes_of(0) >> 20,
-            layout.blocks,
-            tokens,
-            pool.capacity / (1 << 30),
-        )
+        say_cache(pool, layout, self._model, "layer-major", f"pages of {tokens} tokens", logger)
 
     def allocator(self, plain: Any) -> Allocator:
         """Return the allocator in place of SGLang's own."""

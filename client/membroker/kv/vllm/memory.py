@@ -19,7 +19,7 @@ from ... import Client, Model, VirtualMemoryPool, connect
 from ...errors import InvalidRequest, MembrokerError
 from ...ext import arguments
 from ...vmm.sizes import format_size, round_up
-from ..bounds import START_SECONDS, bytes_of_first, say_wait
+from ..bounds import START_SECONDS, bytes_of_first, say_cache, say_wait
 from ..cache import ElasticCache
 from ..capture import Capture, device_lent
 from ..layout import Layout, Strided
@@ -116,10 +116,8 @@ class VllmMemory:
         layout = Layout(pool.base_address, pool.page_size, self._cache_config.num_blocks, parts)
         needs = needs_of(self._config, self._cache_config.kv_cache_groups)
         longest = self._config.model_config.max_model_len
-        size = bytes_of_first(layout, 1 + min(layout.blocks - 1, sum(need.most for need in needs)))
-        settings.check_fits(
-            size, longest, self._client, model, "--max-model-len", logger, besides=self._charged_besides
-        )
+        size, besides = bytes_of_first(layout, 1 + sum(need.most for need in needs)), self._charged_besides
+        settings.check_fits(size, longest, self._client, model, "--max-model-len", logger, besides=besides)
         first = min(layout.blocks, 1 + self._warm_up_blocks(needs))
         needed = bytes_of_first(layout, first)
         say_wait(needed, model, logger)
@@ -134,17 +132,8 @@ class VllmMemory:
             space = SwapSpace(model.source, layout, size, on_gpu=self._tensor_device.type == "cuda")
             self.swap_space = self._ending.enter_context(closing(space))
             logger.info("membroker: pinned %s of host memory for the KV cache of preempted requests", format_size(size))
-        logger.info(
-            "membroker: the KV cache of model %r is %s, in %d groups of %d MiB: %d blocks for %d groups of layers, "
-            "%.1f GiB of addresses",
-            self._name,
-            self._cache_config.kv_cache_layout,
-            layout.groups,
-            layout.bytes_of(0) >> 20,
-            layout.blocks,
-            len(needs),
-            pool.capacity / (1 << 30),
-        )
+        of = f"blocks for {len(needs)} groups of layers"
+        say_cache(pool, layout, model, self._cache_config.kv_cache_layout, of, logger)
         self._warm_up.enter_context(self._cache.capturing())
         self._warm_up.enter_context(self._client.defer_recalls())
 
