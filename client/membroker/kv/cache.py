@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Final
 
 from .. import DEFERRED, Model, Recall, VirtualMemoryPool
-from ..errors import ClosedError, InvalidRequest, MembrokerError, ThreadLimit
+from ..errors import ClosedError, InvalidRequest, MembrokerError
 from ..ext import Closing, arguments, start_thread
 from .balloon import Balloon
 from .borrower import GroupBorrower
@@ -94,24 +94,19 @@ class ElasticCache(Closing):
         """What a close has still to release. The pool may be used for something else after that."""
         self._first_gone = False
         """Whether the groups that always have memory have none, because the engine sleeps."""
-        first = self._first_ranges()
-        pages.allocate_ranges(first, timeout=timeout)
+        pages.allocate_ranges(self._first_ranges(), timeout=timeout)
         for group in self._groups.first:
             self._groups.move(group, "asked")
             self._groups.move(group, "mapped")
         self._borrower = GroupBorrower(pages, layout, self._state, self._borrowed)
         self._releaser = Releaser(pages, layout, self._state, self._borrower)
-        if (model := pages.model) is not None:  # from here on recalls may come
-            try:
-                model.on_recall(self.answer)
-            except BaseException:
-                pages.free_ranges(first)
-                raise
         self._threads: list[threading.Thread] = []
         try:
+            if (model := pages.model) is not None:  # from here on recalls may come
+                model.on_recall(self.answer)
             for name, loop in (("ask", self._borrower.run), ("release", self._releaser.run)):
                 self._threads.append(start_thread(loop, f"membroker-kv-{name}"))
-        except ThreadLimit:
+        except BaseException:
             self.close()
             raise
 
