@@ -116,7 +116,8 @@ class CacheState:
         """Whether others want more back than when groups were chosen last."""
         self._owed = 0
         """Bytes that `shrink` asked for and that are not released yet."""
-        self._suspended = False
+        self.is_suspended: bool = False
+        """Whether `suspend` was called last."""
         self._left_bytes = -1
         """What has memory when all that can go has gone, while suspended; -1 before that is known."""
         self._ahead_at = 0.0
@@ -145,7 +146,7 @@ class CacheState:
         with self._lock:
             self._want = blocks
             self._peaks[0] = max(self._peaks[0], blocks)
-            if not (self._suspended or self._asked_back()):
+            if not (self.is_suspended or self._asked_back()):
                 for group in self._balloon.revive(blocks):
                     self._fences.pop(group, None)
                     self._unfenced.discard(group)
@@ -154,7 +155,7 @@ class CacheState:
     def take(self) -> list[int]:
         """Return the blocks that have become usable."""
         with self._lock:
-            return [] if self._suspended else self._groups.take()
+            return [] if self.is_suspended else self._groups.take()
 
     def untaken(self, blocks: Collection[int]) -> None:
         """Note that the engine does not have these blocks after all: the next `take` returns them again."""
@@ -179,7 +180,7 @@ class CacheState:
             return (asked, self._may_wait) if asked else None
 
     def _next_question(self) -> tuple[int, bool] | None:
-        found = None if self._suspended or self._asked_back() else self._balloon.next_to_map(self._want)
+        found = None if self.is_suspended or self._asked_back() else self._balloon.next_to_map(self._want)
         return found if found is not None and (found[1] or time.monotonic() >= self._ahead_at) else None
 
     def wanted_bytes(self) -> int:
@@ -212,7 +213,7 @@ class CacheState:
 
     def wait_for_ready(self, seconds: float) -> bool:
         """Wait until `take` would return any blocks; return whether it would. Raises `ClosedError`."""
-        return self._wait(lambda: self._groups.has_ready and not self._suspended, seconds)
+        return self._wait(lambda: self._groups.has_ready and not self.is_suspended, seconds)
 
     def _wait(self, is_so: Callable[[], bool], seconds: float) -> bool:
         with self._changed:
@@ -232,14 +233,14 @@ class CacheState:
         """Whether memory that is needed is there to be taken, is being borrowed, or will be asked for next."""
         with self._lock:
             is_asked = self._groups.asked_bytes or self._next_question() is not None
-            has_ready = self._groups.has_ready and not self._suspended
+            has_ready = self._groups.has_ready and not self.is_suspended
             return has_ready or bool(is_asked and self._groups.available < self._want)
 
     # Shrinking
 
     def _asked_back(self) -> int:
         """Return the bytes that must go, what is going already included. The caller holds the lock."""
-        if self._suspended:
+        if self.is_suspended:
             return self._groups.charged_bytes
         return max([self._owed, *(recall.remaining for recall in self._recalls.values())])
 
@@ -265,14 +266,14 @@ class CacheState:
                 self._hold_unused(engine, self._groups.blocks_out(chosen))
                 draining += chosen
             if size:
-                is_time = not self._preempts_at or self._owed or self._suspended
+                is_time = not self._preempts_at or self._owed or self.is_suspended
                 busy = self._groups.blocks_out(draining) if is_time else ()
                 if busy and engine.preempt(busy):
                     self._hold_unused(engine, busy)
                 self._tried = list(self._recalls.values())
                 if not self._groups.going_bytes:
                     self._owed = 0  # there is no more
-            if self._suspended:
+            if self.is_suspended:
                 blocks = self._groups.staying_blocks()
                 if self._hold_unused(engine, blocks):
                     blocks = self._groups.staying_blocks()
@@ -280,7 +281,7 @@ class CacheState:
             if is_due:
                 self._look_at = now + LINGER_SECONDS
                 self._peaks = [self._want, self._peaks[0]]
-            retired = self._groups.retire(draining, final=bool(size) and not self._suspended)
+            retired = self._groups.retire(draining, final=bool(size) and not self.is_suspended)
             if retired:
                 self._looks_left = LOOKS_AT_REST
             elif is_due and self._looks_left:
@@ -338,24 +339,19 @@ class CacheState:
     def suspend(self) -> None:
         """Release all but the floor, whatever the engine wants, and give it no block before `resume`."""
         with self._lock:
-            self._suspended, self._left_bytes = True, -1
+            self.is_suspended, self._left_bytes = True, -1
 
     def resume(self) -> None:
         """End that."""
         with self._lock:
-            self._suspended = False
+            self.is_suspended = False
             self._changed.notify_all()
-
-    @property
-    def is_suspended(self) -> bool:
-        """Whether `suspend` was called last."""
-        return self._suspended
 
     @property
     def is_empty(self) -> bool:
         """Whether all is released that can go, and the engine has no block but those that it always has."""
         with self._lock:
-            return self._suspended and self._groups.charged_bytes == self._left_bytes
+            return self.is_suspended and self._groups.charged_bytes == self._left_bytes
 
     # What others want back
 
