@@ -82,7 +82,7 @@ class Scheduling:
             layout = Layout(pool.base_address, PAGE, blocks, [Strided(pool.base_address, BLOCK, BLOCK)])
             self.cache = ElasticCache(pool, layout)
             started = SimpleNamespace(take_cache=lambda: self.cache, launched=self._launched)
-            started.weights_pool, started.empty_torch = None, lambda: None  # vLLM's own weights
+            started.passed, started.weights, started.also = self._launched.passed, None, lambda: None
             monkeypatch.setattr(memory, "_current", started)
             over["kv_transfer_config"] = {
                 "kv_connector": "Membroker",

@@ -14,7 +14,7 @@ asked for memory also takes a turn when a step has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -32,12 +32,11 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.request import RequestStatus
 
-from ... import VirtualMemoryPool
 from ...errors import InvalidRequest, MembrokerError
 from ...ext import arguments
 from ..cache import ElasticCache
 from ..layout import Layout
-from ..ranks import Ranks, RankWeights
+from ..ranks import Ranks
 from ..sleeper import Sleeper
 from . import last_line, logger, memory, seams
 from .blocks import VllmBlocks, needs_of
@@ -171,9 +170,8 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Take the blocks without memory out of the engine's free list, unless the ranks are to be heard before."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if not self._has_ranks:
-            mine = self._memory
-            self._serve(mine.take_cache(), mine.launched.passed, mine.weights_pool, mine.empty_torch)
-            mine.keeper = self._sleeper
+            self._serve(self._memory.take_cache(), self._memory)
+            self._memory.keeper = self._sleeper
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """Make a cache over the pools of all ranks, before the first request. Waits for the null block's memory."""
@@ -187,24 +185,21 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         layout = Layout(*ranks[0].layout)
         pools = self._ending.enter_context(Ranks([rank.address for rank in ranks], layout.page_size))
         cache = self._ending.enter_context(self._settings.elastic(pools, layout))
-        self._serve(cache, pools.passed, pools.weights, pools.also)
+        self._serve(cache, pools)
         self._ending.push(self._sleeper)
 
-    def _serve(
-        self,
-        cache: ElasticCache,
-        passed: Callable[[], int],
-        weights: VirtualMemoryPool | RankWeights | None,
-        also: Callable[[], object],
-    ) -> None:
-        """Hold the blocks that have no memory, and answer an operator that wants this engine to sleep."""
+    def _serve(self, cache: ElasticCache, rest: memory.VllmMemory | Ranks) -> None:
+        """Hold the blocks that have no memory, and answer an operator that wants this engine to sleep.
+
+        `rest` has what the engine has besides its cache: steps, weights and PyTorch's own memory.
+        """
         config, manager = self._vllm_config, self._kv_cache_manager
         pool, managers = manager.block_pool, manager.coordinator.single_type_managers
         if pool.num_gpu_blocks != cache.layout.blocks:
             raise InvalidRequest(
                 f"vLLM's scheduler has {pool.num_gpu_blocks} blocks, and its worker {cache.layout.blocks}"
             )
-        self._steps, self._cache = Scheduled(passed), cache
+        self._steps, self._cache = Scheduled(rest.passed), cache
         size, needs = self._settings.swap_space, needs_of(config, self._kv_cache_config.kv_cache_groups)
         self._swap = Swap(
             0 if size is None else slots_in(arguments.bytes_of("swap_space", size), cache.layout),
@@ -223,9 +218,8 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             new_fence=self._steps.fence,
         )
         cache.attach(self._blocks)
-        self._sleeper = Sleeper(
-            cache, weights, kept=why_kept(config), keep_pinned=self._settings.keep_pinned, also=also
-        )
+        pinned = self._settings.keep_pinned
+        self._sleeper = Sleeper(cache, rest.weights, kept=why_kept(config), keep_pinned=pinned, also=rest.also)
         self._rests = False
 
     def on_new_request(self, request: Any) -> None:

@@ -8,7 +8,7 @@ engine, and may wait for the broker.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -51,13 +51,13 @@ class VllmMemory:
         self._config, self._cache_config = config, cache_config
         self._name = settings.name(config.model_config.served_model_name, logger)
         self._ending = ExitStack()
-        self.weights_pool: VirtualMemoryPool | None = None
+        self.weights: VirtualMemoryPool | None = None
         """The pool of borrowed weights, or None for weights that are vLLM's own."""
         if settings.weights == BORROWED:
             if borrowed is None:
                 raise InvalidRequest('"weights": "borrowed" needs --worker-cls membroker.kv.vllm.Worker')
             self._ending.enter_context(borrowed.client)
-            self.weights_pool = borrowed.pool
+            self.weights = borrowed.pool
         self._capture: Capture | None = None
         self._client: Client
         self._model: Model
@@ -68,6 +68,8 @@ class VllmMemory:
         self._warm_up = ExitStack()
         """Keeps the library's threads away from the device while vLLM warms up and captures its graphs."""
         self.launched: Launched = Launched()
+        self.passed: Callable[[], int] = self.launched.passed
+        """Returns the last step whose fence has passed, as `Ranks.passed` does."""
         self.swap_space: SwapSpace | None = None
 
     def capture(self, device: Any) -> Capture:
@@ -186,10 +188,10 @@ class VllmMemory:
         self._cache.close()
         layout = self._cache.layout
         tensors = tuple(replace(tensor, address=tensor.address - layout.base) for tensor in layout.tensors)
-        rank = self.keeper = Rank(self._pool, self.launched.passed, weights=self.weights_pool, also=self.empty_torch)
+        rank = self.keeper = Rank(self._pool, self.passed, weights=self.weights, also=self.also)
         return rank.address, (0, layout.page_size, layout.blocks, tensors)
 
-    def empty_torch(self) -> None:
+    def also(self) -> None:
         """Release what PyTorch keeps for its next use."""
         if self._tensor_device.type == "cuda":
             with torch.cuda.device(self._tensor_device):
@@ -210,7 +212,7 @@ class VllmMemory:
     @property
     def _charged_besides(self) -> int:
         """The bytes of borrowed weights and of what is declared. What is declared as "auto" is not known yet."""
-        size, pool = self.settings.declare, self.weights_pool
+        size, pool = self.settings.declare, self.weights
         declared = 0 if size is None or size == AUTO else arguments.bytes_of("declare", size)
         return declared + (0 if pool is None else pool.physical_usage_bytes)
 
