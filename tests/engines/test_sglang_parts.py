@@ -36,7 +36,7 @@ from membroker.kv.sglang import hooks, seams
 from membroker.kv.sglang.allocator import Allocator
 from membroker.kv.sglang.blocks import SglangBlocks
 from membroker.kv.sglang.memory import SglangMemory
-from membroker.kv.sglang.settings import SglangSettings
+from membroker.kv.sglang.settings import VARIABLE, SglangSettings
 
 PAGE, PAGES = 4, 16
 
@@ -462,7 +462,7 @@ def test_a_missing_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_engine_without_one_of_the_hooks_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang logs a hook that it cannot apply, and goes on without it."""
-    monkeypatch.setattr(hooks, "_text", "{}")
+    monkeypatch.setenv(VARIABLE, "{}")
     monkeypatch.setattr(HookRegistry, "_patched", set(list(hooks.HOOKS)[1:]))
     with pytest.raises(InvalidRequest, match=r"did not apply membroker's hook on .*load_model"):
         hooks._load_model(SimpleNamespace())

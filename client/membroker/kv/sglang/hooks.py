@@ -10,6 +10,7 @@ Owns the table of them. They are registered in each process of SGLang and used i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from ...errors import InvalidRequest
 from ...ext import arguments
 from . import seams
 from .memory import SglangMemory
-from .settings import check_supported, settings_of
+from .settings import VARIABLE, check_supported, settings_of
 
 _MEM_CACHE: Final = "sglang.srt.mem_cache"
 _CONFIGURATOR: Final = f"{_MEM_CACHE}.kv_cache_configurator.KVCacheConfigurator"
@@ -31,14 +32,11 @@ _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 _BATCH: Final = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _COMPONENTS: Final = "sglang.srt.managers.scheduler_components"
 
-_text = ""
 _current: SglangMemory | None = None
 
 
-def register(text: str) -> None:
-    """Register the hooks. `text` is the settings; what is wrong in them is raised when an engine makes its cache."""
-    global _text
-    _text = text
+def register() -> None:
+    """Register the hooks. What is wrong in the settings is raised when an engine makes its cache."""
     envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.set("python")  # the other one does not say which pages are cached
     for target, (kind, hook) in HOOKS.items():
         HookRegistry.register(target, hook, kind)
@@ -56,7 +54,7 @@ def current() -> SglangMemory:
 
 def _load_model(runner: Any) -> None:
     """Before `ModelRunner.load_model`: the place of all refusals."""
-    settings_of(_text)
+    settings_of(os.environ[VARIABLE])
     seams.check()
     if missing := [target for target in HOOKS if target not in HookRegistry._patched]:
         raise InvalidRequest(f"SGLang did not apply membroker's hook on {missing[0]}: its log has the reason")
@@ -73,7 +71,7 @@ def _load_model(runner: Any) -> None:
 def _configure(config: Any, **options: Any) -> None:
     """Before `KVCacheConfigurator.configure`: what makes the cache."""
     global _current
-    _current = SglangMemory(settings_of(_text), config)
+    _current = SglangMemory(settings_of(os.environ[VARIABLE]), config)
 
 
 def _available_bytes(original: Callable[..., int], config: Any, pre_model_load_memory: Any) -> int:

@@ -23,4 +23,4 @@ def register() -> None:
     except ImportError as error:
         logger.error("%s is set, but membroker cannot extend this SGLang: %s", VARIABLE, error)  # noqa: TRY400
         return
-    hooks.register(os.environ[VARIABLE])
+    hooks.register()
