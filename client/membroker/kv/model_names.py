@@ -35,18 +35,14 @@ def model_name(served: str) -> str:
     hub = _IN_HUB.fullmatch("/".join(path.split("/")[-3:]))
     if hub and names.valid_model(known := hub[1].replace("--", "/", 1)):
         return known
-    digest = hashlib.sha256(repr((path, _contents(path))).encode(errors="surrogateescape")).hexdigest()[:_DIGITS]
+    contents: list[tuple[str, int, str]] = []
+    with suppress(OSError, ValueError):  # it is not on this machine
+        contents = [(os.path.basename(file), stat.st_size, found) for file, stat, found in files_of(path)]
+    digest = hashlib.sha256(repr((path, contents)).encode(errors="surrogateescape")).hexdigest()[:_DIGITS]
     last = re.sub(r"[^A-Za-z0-9._-]+", "-", path.rstrip("/").rpartition("/")[2])[
         : names.MAX_NAME_CHARACTERS - _DIGITS - 1
     ]
     return f"{last.strip('-.') or 'model'}-{digest}"
-
-
-def _contents(path: str) -> list[tuple[str, int, str]]:
-    """Return the name, the size and a sample of each file of a checkpoint; nothing if it is not on this machine."""
-    with suppress(OSError, ValueError):
-        return [(os.path.basename(file), stat.st_size, found) for file, stat, found in files_of(path)]
-    return []
 
 
 def files_of(path: str) -> list[tuple[str, os.stat_result, str]]:
