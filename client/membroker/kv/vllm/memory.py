@@ -118,7 +118,10 @@ class VllmMemory:
         layout = Layout(pool.base_address, pool.page_size, self._cache_config.num_blocks, parts)
         needs = needs_of(self._config, self._cache_config.kv_cache_groups)
         longest = self._config.model_config.max_model_len
-        size, besides = bytes_of_first(layout, 1 + sum(need.most for need in needs)), self._charged_besides
+        size = bytes_of_first(layout, 1 + sum(need.most for need in needs))
+        besides = 0 if self.weights is None else self.weights.physical_usage_bytes
+        if settings.declare not in (None, AUTO):  # "auto" is not known yet
+            besides += arguments.bytes_of("declare", settings.declare)
         settings.check_fits(size, longest, self._client, model, "--max-model-len", logger, besides=besides)
         first = min(layout.blocks, 1 + self._warm_up_blocks(needs))
         needed = bytes_of_first(layout, first)
@@ -208,13 +211,6 @@ class VllmMemory:
             self.keeper.close()
         with suppress(MembrokerError):  # the memory goes with this process
             self._ending.close()
-
-    @property
-    def _charged_besides(self) -> int:
-        """The bytes of borrowed weights and of what is declared. What is declared as "auto" is not known yet."""
-        size, pool = self.settings.declare, self.weights
-        declared = 0 if size is None or size == AUTO else arguments.bytes_of("declare", size)
-        return declared + (0 if pool is None else pool.physical_usage_bytes)
 
 
 def page_size_of(parts: Sequence[Strided]) -> int:
