@@ -151,7 +151,7 @@ class SglangBlocks:
         """Return SGLang's order of that batch with the users of unwanted pages at its end, where it retracts first."""
         return sorted(order, key=self._users.__contains__)
 
-    def retracted(self, retracted: list[Any], aborted: list[Any]) -> tuple[list[Any], list[Any]]:
+    def retracted(self, retracted: list[Any], ratio: float, aborted: list[Any]) -> tuple[list[Any], float, list[Any]]:
         """End a retraction: return what SGLang retracted and aborted, but that the last request waits, too.
 
         SGLang aborts it if it has no room, and keeps it otherwise. Here the memory will come. It cannot retract a beam
@@ -161,7 +161,7 @@ class SglangBlocks:
         waits = [req for req in aborted if req.beam_group is None]
         for req in waits:
             req.to_finish = None
-        return retracted + waits, [req for req in aborted if req.beam_group is not None]
+        return retracted + waits, ratio, [req for req in aborted if req.beam_group is not None]
 
     def _users_in(self, reqs: Sequence[Any]) -> frozenset[int]:
         """Return the places of the requests that use unwanted pages."""

@@ -124,9 +124,7 @@ def _order(order: list[int], reqs: Any) -> list[int]:
 
 def _retracted(result: Any, batch: Any) -> Any:
     """After `ScheduleBatch.retract_decode`: the last request waits for memory, and is not aborted."""
-    retracted, ratio, aborted = result
-    retracted, aborted = current().blocks.retracted(retracted, aborted)
-    return retracted, ratio, aborted
+    return current().blocks.retracted(*result)
 
 
 # Where SGLang counts
