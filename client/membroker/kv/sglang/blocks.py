@@ -31,25 +31,22 @@ class SglangBlocks:
         self._scheduler, self._allocator, self.fence = scheduler, allocator, new_fence
         self._tree = scheduler.tree_cache
         self._page = int(allocator.page_size)
-        self._running: Any = scheduler.running_batch
-        self._last: Any = None
         self._owners: list[Any] = []
-        self._owner_of: Any = None
-        """For each page the number of the node in `_owners` that has it, or -1. None before a look."""
         self._pages: dict[Any, tuple[Any, Any]] = {}
         """For each node of the prefix cache its value, and the pages in it: a node that was split has another value."""
-        self._unwanted: frozenset[int] = frozenset()
-        """Pages whose users are to be retracted."""
-        self._users: frozenset[int] = frozenset()
-        """The places in the running batch of the requests that use them, once SGLang has asked."""
         self.has_grown: bool = False
         """Whether pages were released since this was last set to False."""
+        self.begin(scheduler.running_batch, None)
 
     def begin(self, running: Any, last: Any) -> None:
         """Begin a turn of the scheduler, with its running batch and the batch that it launched last."""
         self._running, self._last = running, last
-        self._owner_of = None
-        self._unwanted = self._users = frozenset()
+        self._owner_of: Any = None
+        """For each page the number of the node in `_owners` that has it, or -1. None before a look."""
+        self._unwanted: frozenset[int] = frozenset()
+        """Pages whose users are to be retracted."""
+        self._users: frozenset[int] = frozenset()
+        """The places in the running batch of the requests that use them, once SGLang has asked."""
 
     @property
     def is_idle(self) -> bool:
