@@ -32,7 +32,6 @@ class GroupBorrower:
         self._layout = layout
         self._state = state
         self._granted = granted
-        self._closed = False
         self._logged: type[Exception] | None = None
         """The kind of failure that was said last: one that comes again each second is said once."""
         self._wanted, self._room = threading.Event(), threading.Event()
@@ -47,13 +46,8 @@ class GroupBorrower:
         self._room.set()
         self._wanted.set()
 
-    def close(self) -> None:
-        """End `run`, after the question that is under way."""
-        self._closed = True
-        self.retry()
-
     def run(self) -> None:
-        """Ask until this is closed, or the pool is, or the broker does not know its session any more."""
+        """Ask until the cache is closed, or the pool is, or the broker does not know its session any more."""
         try:
             self._ask()
         finally:
@@ -61,7 +55,7 @@ class GroupBorrower:
 
     def _ask(self) -> None:
         pause = 0.0
-        while not (self._closed or self._pages.closed):
+        while not (self._state.is_closed or self._pages.closed):
             question = self._state.question()
             if question is None:
                 self._wanted.wait(LOOK_SECONDS)
@@ -70,7 +64,7 @@ class GroupBorrower:
             groups, may_wait = question
             error = self._borrow(groups, self._state.wanted_bytes() if may_wait else 0, may_wait=may_wait)
             if isinstance(error, ClosedError | SessionLost):
-                if not (self._closed or self._pages.closed):
+                if not (self._state.is_closed or self._pages.closed):
                     logger.error("the cache can borrow no more memory: restart its engine. %s", error)
                 return
             if error is None:
@@ -91,7 +85,7 @@ class GroupBorrower:
                 self._pages.allocate_ranges(ranges, timeout=ASK_SECONDS, wanted_bytes=wanted_bytes)
             else:
                 self._pages.allocate_ranges(ranges, ahead=True)
-            if self._closed:  # `ElasticCache.close` may have ended before this answer
+            if self._state.is_closed:  # `ElasticCache.close` may have ended before this answer
                 self._pages.free_ranges(ranges)
                 raise ClosedError("this cache is closed")
             self._logged = None

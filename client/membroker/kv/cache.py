@@ -89,7 +89,6 @@ class ElasticCache(Closing):
         )
         self._groups = self._balloon.groups
         self._state = CacheState(self._balloon, len(always), has_ranks=isinstance(pool, Ranks))
-        self._closed = False
         self._left: list[tuple[int, int]] = []
         """What a close has still to release. The pool may be used for something else after that."""
         self._first_gone = False
@@ -324,17 +323,17 @@ class ElasticCache(Closing):
         The pool stays open and keeps its addresses. Raises `BufferError` while a view of the memory is alive, and
         `DeviceFailure`. After such an error the memory stays until `close` succeeds or the pool is closed.
         """
-        if not self._closed:
+        if not self._state.is_closed:
             self._end()
         if self._left and not self._pages.closed:
             self._pages.free_ranges(self._left)
         self._left = []
 
     def _end(self) -> None:
-        self._closed = True
+        self._state.is_closed = True
         self._state.end_growing()  # the thread that asks may still wait for an answer
-        self._borrower.close()
-        self._releaser.close()
+        self._borrower.retry()
+        self._releaser.look()
         model = self._pages.model
         if model is not None and model.recall_callback == self.answer:  # and no callback that was set later
             try:
@@ -356,17 +355,17 @@ class ElasticCache(Closing):
         return found
 
     def __repr__(self) -> str:
-        return f"<membroker.kv.ElasticCache of {self.layout!r}{', closed' * self._closed}>"
+        return f"<membroker.kv.ElasticCache of {self.layout!r}{', closed' * self._state.is_closed}>"
 
     def answer(self, recall: Recall) -> object:
         """Answer a recall of the pool's memory: the callback for `Model.on_recall`, which other callbacks may call."""
-        if recall.location != "device" or self._closed or not self._state.recalled(recall):
+        if recall.location != "device" or self._state.is_closed or not self._state.recalled(recall):
             return None
         self._releaser.look()
         return DEFERRED
 
     def _check_open(self) -> None:
-        if self._closed or self._pages.closed:
+        if self._state.is_closed or self._pages.closed:
             raise ClosedError("this cache, or its pool, is closed")
 
     def _check_attached(self) -> Engine:

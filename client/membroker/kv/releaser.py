@@ -28,7 +28,6 @@ class Releaser:
         self._layout = layout
         self._state = state
         self._borrower = borrower
-        self._closed = False
         self.engine: Engine | None = None
         """What is served."""
         self._rested: Fence | None = None
@@ -63,20 +62,15 @@ class Releaser:
     def wait_for_rest(self) -> None:
         """Wait until the steps before the last rest are over. Raises `ClosedError` if the cache ends before."""
         while self._rested is not None:
-            if self._closed:
+            if self._state.is_closed:
                 raise ClosedError("this cache is closed")
             with self.driver:
                 if self._rested.query():
                     return
             time.sleep(FENCE_SECONDS)
 
-    def close(self) -> None:
-        """End `run`."""
-        self._closed = True
-        self._wanted.set()
-
     def run(self) -> None:
-        """Release until this is closed, or the pool is. Then answer the open recalls: nothing else will."""
+        """Release until the cache is closed, or the pool is. Then answer the open recalls: nothing else will."""
         try:
             self._release()
         finally:
@@ -85,7 +79,7 @@ class Releaser:
 
     def _release(self) -> None:
         again = 0.0
-        while not (self._closed or self._pages.closed):
+        while not (self._state.is_closed or self._pages.closed):
             self._wanted.wait(self._state.patience(again, at_rest=self._makes_turns))
             self._wanted.clear()
             try:

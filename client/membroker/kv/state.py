@@ -89,6 +89,8 @@ class CacheState:
 
     def __init__(self, balloon: Balloon, want: int, *, has_ranks: bool = False) -> None:
         self._balloon = balloon
+        self.is_closed: bool = False
+        """Whether the cache is closed, and its two threads are to end."""
         self._has_ranks = has_ranks
         self._groups = balloon.groups
         self._want = want
