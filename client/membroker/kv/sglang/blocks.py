@@ -49,17 +49,13 @@ class SglangBlocks:
         """The places in the running batch of the requests that use them, once SGLang has asked."""
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no request runs or waits."""
-        return not self._scheduler.waiting_queue and self._runs_nothing
+    def has_waiting(self) -> bool:
+        """Whether requests wait."""
+        return bool(self._scheduler.waiting_queue)
 
     @property
-    def is_starved(self) -> bool:
-        """Whether requests wait, and none runs."""
-        return bool(self._scheduler.waiting_queue) and self._runs_nothing
-
-    @property
-    def _runs_nothing(self) -> bool:
+    def runs_nothing(self) -> bool:
+        """Whether no request runs."""
         return not self._scheduler.chunked_req and next(self._under_way(), None) is None
 
     # The verbs of `membroker.kv.Engine`

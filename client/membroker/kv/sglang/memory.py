@@ -119,14 +119,15 @@ class SglangMemory:
         blocks = self.blocks
         was_preempting = blocks.is_preempting
         blocks.begin(running, last)
-        is_idle = blocks.is_idle
+        has_waiting, runs_nothing = blocks.has_waiting, blocks.runs_nothing
+        is_idle = runs_nothing and not has_waiting
         self._cache.turn(is_idle=is_idle)
         if not is_idle:
             self._sleeper.wake()
         if blocks.has_grown or was_preempting:
             blocks.has_grown = False
             running.batch_is_full = blocks.is_preempting  # if not, SGLang looks at waiting requests again
-        if blocks.is_starved:
+        if runs_nothing and has_waiting:
             self._cache.wait(0.0)  # raises if no memory can come any more: else the scheduler would spin forever
         if is_idle and self._cache.stats().going_bytes:
             # An idle scheduler spins. Each page that the other thread unmaps would then wait 5 ms for the interpreter.
