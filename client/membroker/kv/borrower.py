@@ -81,10 +81,8 @@ class GroupBorrower:
         ranges = [span for group in groups for span in self._layout.ranges(group)]
         refusal: BaseException | None = None
         try:
-            if may_wait:
-                self._pages.allocate_ranges(ranges, timeout=ASK_SECONDS, wanted_bytes=wanted_bytes)
-            else:
-                self._pages.allocate_ranges(ranges, ahead=True)
+            timeout = ASK_SECONDS if may_wait else None
+            self._pages.allocate_ranges(ranges, timeout=timeout, ahead=not may_wait, wanted_bytes=wanted_bytes)
             if self._state.is_closed:  # `ElasticCache.close` may have ended before this answer
                 self._pages.free_ranges(ranges)
                 raise ClosedError("this cache is closed")
