@@ -69,9 +69,7 @@ class GroupBorrower:
                 return
             if error is None:
                 pause = 0.0
-            elif not may_wait:
-                self._state.pause_ahead(LAST_PAUSE)
-            elif not (isinstance(error, OutOfMemory) and error.waited_seconds):
+            elif may_wait and not (isinstance(error, OutOfMemory) and error.waited_seconds):
                 pause = min(LAST_PAUSE, max(FIRST_PAUSE, 2 * pause))
                 self._room.clear()
                 self._room.wait(pause)

@@ -38,6 +38,8 @@ nobody waits, and else refuses at once, so that no page waits for others of its 
 ASK_GROUPS: until the last rank has answered, those before it have what it may refuse."""
 ALONE_SECONDS: Final = 1.0
 """How long one is asked for at a time after a question that was refused, or that waited."""
+AHEAD_SECONDS: Final = 1.0
+"""How long nothing is asked ahead of need after such a question was refused."""
 SHORT_SECONDS: Final = 0.05
 """A question that the broker has not answered after this time waits for others to release memory."""
 LOOKS_AT_REST: Final = 3
@@ -123,7 +125,7 @@ class CacheState:
         self._left_bytes = -1
         """What has memory when all that can go has gone, while suspended; -1 before that is known."""
         self._ahead_at = 0.0
-        """When something may be asked ahead of need, after a refusal."""
+        """From when on something may be asked ahead of need."""
         self._asked_at = 0.0
         """When the last question was asked."""
         self._was_refused = False
@@ -199,15 +201,13 @@ class CacheState:
             now = time.monotonic()
             if not is_granted or (self._may_wait and now - self._asked_at > SHORT_SECONDS):
                 self._alone_until = now + ALONE_SECONDS
+            if not (is_granted or self._may_wait):
+                self._ahead_at = now + AHEAD_SECONDS
             if not self._has_ranks:
                 self._most = min(MOST_GROUPS, max(ASK_GROUPS, 4 * len(groups) * is_granted))
             self._grants += len(groups) * is_granted
             self._refusals += not is_granted
             self._changed.notify_all()
-
-    def pause_ahead(self, seconds: float) -> None:
-        """Ask for nothing ahead of need for a while."""
-        self._ahead_at = time.monotonic() + seconds
 
     def wait_for(self, blocks: int, seconds: float) -> bool:
         """Wait until so many blocks have memory; return whether they have. Raises `ClosedError`."""
