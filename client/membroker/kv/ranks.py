@@ -126,7 +126,8 @@ class Ranks(Closing):
         """End the connections, also while a thread waits for a rank. The ranks keep what is allocated."""
         self.closed = True
         for rank in self._ranks:
-            rank.hang_up()
+            for connection in rank.connections:
+                hang_up(connection)
         self._hearing.join()
         self._undo.close()
 
@@ -221,14 +222,14 @@ class _RankLink(Closing):
     def __init__(self, address: str) -> None:
         with ExitStack() as undo:
             try:
-                self._connections = [
+                self.connections = [
                     undo.enter_context(Client(address, "AF_UNIX", bytes(current_process().authkey)))
                     for _ in range(CONNECTIONS)
                 ]
             except (EOFError, OSError) as error:
                 raise ClosedError(f"a rank of this engine has ended, or another `Ranks` has it: {error!r}") from error
             undo.pop_all()
-        asking, telling, self.heard = self._connections
+        asking, telling, self.heard = self.connections
         self.ask, self.tell = Line(asking), Line(telling)
         self.recall: RankRecall | None = None
 
@@ -237,10 +238,6 @@ class _RankLink(Closing):
         recall = self.recall
         if recall is not None and recall.number == number:  # else another one has come since
             recall.remaining = remaining
-
-    def hang_up(self) -> None:
-        for connection in self._connections:
-            hang_up(connection)
 
     def close(self) -> None:
         self.ask.close()
