@@ -430,6 +430,13 @@ class TestDenied:
         assert message.endswith("root")
         assert "own tenant" not in message
 
+    def test_the_grpc_socket_of_another_tenant(self, place: Path) -> None:
+        """It has the name of the operator's, and is none: what helps is another endpoint, or to be admitted."""
+        (place / "grpc.sock").touch(mode=0o600)
+        message = str(endpoint.diagnose(place / "grpc.sock", PermissionError(errno.EACCES, "Permission denied")))
+        assert "own tenant" in message
+        assert "Only the operator" not in message
+
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a socket of the group root")
     def test_nobody_is_told_to_join_the_group_root(self, place: Path) -> None:
         """A daemon that root started makes such sockets. Who is in that group can do more than borrow."""
