@@ -162,3 +162,16 @@ def test_a_release_waits_for_its_answer(pair: Pair) -> None:
     assert caller.is_alive()
     broker.reply(frame.request_id, release=broker_pb2.ReleaseExtentsResponse())
     assert caller.end().error is None
+
+
+def test_a_detach_waits_for_its_answer(pair: Pair) -> None:
+    """For the same reason. Where calls keep their order it asks for none."""
+    connection, broker = pair
+    connection.detach(77)
+    assert broker.hear("detach_segment").detach_segment.no_reply
+    caller = Caller(lambda: connection.detach(78, answer_within=30))
+    frame = broker.hear("detach_segment")
+    assert (frame.detach_segment.generation, frame.detach_segment.no_reply) == (78, False)
+    assert caller.is_alive()
+    broker.reply(frame.request_id, detach_segment=broker_pb2.DetachSegmentResponse())
+    assert caller.end().error is None
