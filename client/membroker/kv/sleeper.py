@@ -329,6 +329,7 @@ class Sleeper(Closing):
         with self._changed:
             self._state, self._detail = WAKING, ""
         begun = came = time.monotonic()
+        has_said = False
         while True:
             if self._closed:
                 self._fail()
@@ -342,9 +343,10 @@ class Sleeper(Closing):
                 raise
             except MembrokerError as error:
                 what = "waits for memory" if isinstance(error, OutOfMemory) else "cannot wake yet"
-                said, self._detail = self._detail, f"{what}: {error}"
-                if not said:
+                self._detail = f"{what}: {error}"
+                if not has_said:
                     logger.warning("%s %s", self._model.resource_name, self._detail)
+                has_said = True
                 time.sleep(max(0.0, min(BORROW_SECONDS, asked + BORROW_SECONDS - time.monotonic())))
                 came = self._give_way(came)
         with self._changed:
