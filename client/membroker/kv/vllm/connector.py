@@ -188,10 +188,10 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._serve(cache, pools)
         self._ending.push(self._sleeper)
 
-    def _serve(self, cache: ElasticCache, rest: memory.VllmMemory | Ranks) -> None:
+    def _serve(self, cache: ElasticCache, workers: memory.VllmMemory | Ranks) -> None:
         """Hold the blocks that have no memory, and answer an operator that wants this engine to sleep.
 
-        `rest` has what the engine has besides its cache: steps, weights and PyTorch's own memory.
+        `workers` know what the engine has besides its cache: steps, weights and PyTorch's own memory.
         """
         config, manager = self._vllm_config, self._kv_cache_manager
         pool, managers = manager.block_pool, manager.coordinator.single_type_managers
@@ -199,7 +199,7 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             raise InvalidRequest(
                 f"vLLM's scheduler has {pool.num_gpu_blocks} blocks, and its worker {cache.layout.blocks}"
             )
-        self._steps, self._cache = Scheduled(rest.passed), cache
+        self._steps, self._cache = Scheduled(workers.passed), cache
         size, needs = self._settings.swap_space, needs_of(config, self._kv_cache_config.kv_cache_groups)
         self._swap = Swap(
             0 if size is None else slots_in(arguments.bytes_of("swap_space", size), cache.layout),
@@ -219,7 +219,7 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         cache.attach(self._blocks)
         pinned = self._settings.keep_pinned
-        self._sleeper = Sleeper(cache, rest.weights, kept=why_kept(config), keep_pinned=pinned, also=rest.also)
+        self._sleeper = Sleeper(cache, workers.weights, kept=why_kept(config), keep_pinned=pinned, also=workers.also)
         self._rests = False
 
     def on_new_request(self, request: Any) -> None:

@@ -195,7 +195,7 @@ class VllmMemory:
         return rank.address, (0, layout.page_size, layout.blocks, tensors)
 
     def also(self) -> None:
-        """Release what PyTorch keeps for its next use."""
+        """Release what PyTorch keeps for its next use. `Sleeper` calls it when the cache is empty."""
         if self._tensor_device.type == "cuda":
             with torch.cuda.device(self._tensor_device):
                 torch.cuda.empty_cache()
