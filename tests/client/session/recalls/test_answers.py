@@ -194,7 +194,7 @@ class TestSleep:
 
         broker.notice(sleep=pb.Sleep(sleep_id=7, model=MODEL, wake=True))
         assert status().state == resources_pb2.SleepStatus.UNSUPPORTED
-        assert "membroker-recall" not in {thread.name for thread in threading.enumerate()}
+        assert line(client).notices._recalling is None
         served.on_sleep(lambda request: asked.append(request) or SleepStatus("asleep", cache_bytes=PAGE))  # type: ignore[func-returns-value]
         broker.notice(sleep=pb.Sleep(sleep_id=8, model=MODEL, wake=True, keep_weights=True))
         assert status().state == resources_pb2.SleepStatus.ASLEEP
