@@ -48,6 +48,7 @@ LABELS = ("a", "b", "c")
 WINDOW = 128
 """How many extents of a session may be in packets that are made and not acknowledged."""
 STEPS_TO_CROWD = 5
+"""After a play there is one crowd for every so many steps of it."""
 
 
 @dataclass(eq=False)

@@ -124,9 +124,9 @@ def count() -> None:
 
 
 def count_turns() -> None:
-    """What it publishes as the CPU time of its longest turn are Python calls, at a microsecond each.
+    """It counts the Python calls of each turn, and publishes the most as CPU time, at a microsecond a call.
 
-    A virtual machine that stands still for a moment has that moment in the CPU time of a thread.
+    CPU time itself goes on while a virtual machine stands still.
     """
     calls, begun, most = 0, 0, 0
     start_over, begin, end = turns.Turns.start_over, turns.Turns.begin, turns.Turns.end
@@ -147,7 +147,7 @@ def count_turns() -> None:
     def end_counting(self: turns.Turns) -> None:
         nonlocal most
         most = max(most, calls - begun)
-        self.longest_cpu = 0.0
+        self.longest_cpu = 0.0  # what is above it makes `end` measure
         end(self)
         self.longest_cpu = most / 1e6
 

@@ -1,4 +1,4 @@
-"""No turn of the daemon's event loop works for 50 ms, whatever is sent; and what is refused so that this holds.
+"""No turn of the daemon's event loop makes 50,000 calls, whatever is sent; and what is refused so that this holds.
 
 Real processes send frames and calls at their limits, endlessly or all at once. An honest worker of another tenant
 goes on beside each; its times and the longest turn are in the report.

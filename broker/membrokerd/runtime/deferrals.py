@@ -22,14 +22,14 @@ It is CPU time of the event loop. On the clock, 20 ms may pass before anything i
 cores, and then the call would be refused for memory that was released before.
 """
 HEARING_TURNS = 5
-"""And so many turns at least: a virtual machine that stands still for a moment has that moment in its CPU time."""
+"""How many turns it waits at least. When a virtual machine stands still, its CPU time goes on, but no turn begins."""
 
 
 @dataclass(slots=True)
 class _Batch:
     """Calls that were deferred in one turn. They wait until each connection in `unread` is read up to its byte.
 
-    Or until both are there: `until`, a time of `time.thread_time`, and the turn `last`.
+    They wait no longer once `time.thread_time` has reached `until` and turn number `last` has begun.
     """
 
     calls: deque[int]

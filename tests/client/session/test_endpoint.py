@@ -431,7 +431,7 @@ class TestDenied:
         assert "own tenant" not in message
 
     def test_the_grpc_socket_of_another_tenant(self, place: Path) -> None:
-        """It has the name of the operator's, and is none: what helps is another endpoint, or to be admitted."""
+        """The operator's socket has the same name. The advice for that one would not help here."""
         (place / "grpc.sock").touch(mode=0o600)
         message = str(endpoint.diagnose(place / "grpc.sock", PermissionError(errno.EACCES, "Permission denied")))
         assert "own tenant" in message
