@@ -204,11 +204,11 @@ class SegmentNotSealed(MembrokerError, TimeoutError):
 
 
 class SegmentNotWritable(MembrokerError):
-    """The segment is sealed, or another session writes it."""
+    """This process has sealed the segment, or did not create it."""
 
 
 class WriterDied(MembrokerError):
-    """The writer died, left the segment or deleted it before it was sealed. Create the segment again."""
+    """The segment was deleted, or its writer died or left it, before it was sealed. Create the segment again."""
 
 
 class AccessDenied(MembrokerError, PermissionError):

@@ -338,10 +338,11 @@ class Segment(ByteAccess):
     def seal(self) -> None:
         """Make the segment read-only for every process, this one too, and let waiting `attach` calls proceed.
 
-        Waits for the work that this process has submitted to the device. Raises `SegmentNotWritable`, `BufferError`
-        while a writable view or array of it lives or another thread is in `write`, `BrokerUnavailable`, `DeviceFailure`
-        and `ClosedError`. If Ctrl-C or a lost broker prevents the answer, it may or may not be sealed: it is read-only
-        in this process from then on, and `seal` asks again. After any other failure it stays writable.
+        Waits for the work that this process has submitted to the device. Raises `SegmentNotWritable`, `WriterDied` if
+        it was deleted before, `BufferError` while a writable view or array of it lives or another thread is in `write`,
+        `BrokerUnavailable`, `DeviceFailure` and `ClosedError`. If Ctrl-C or a lost broker prevents the answer, it may
+        or may not be sealed: it is read-only in this process from then on, and `seal` asks again. After any other
+        failure it stays writable.
         """
         uninterrupted(self._seal, self._session.reconnecting.interrupted)
         if self._on_sealed is not None:

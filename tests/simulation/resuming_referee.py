@@ -175,7 +175,7 @@ class ResumingReferee:
         assert dropping == sorted(one.segment for one in step.effects if isinstance(one, fx.Drop)), "not all is dropped"
         for row in ledger.segments.values():
             assert row.state != "sealing", "a seal is waited for that nobody makes"
-            assert row.state != "ending" or row.holders, "a segment is not dropped that nobody holds"
+            assert row.state not in ("ending", "retired") or row.holders, "a segment is not dropped that nobody holds"
             assert row.state != "writing" or row.writer in row.holders, "a segment is written by nobody"
         for row in ledger.sessions.values():
             assert row.state != "releasing" or not row.segments, "the dead hold a segment"

@@ -138,7 +138,10 @@ class SharingReferee:
             case ev.SealSegment(call, _, _, segment):
                 if isinstance(self._result(call, step), fx.SegmentView):
                     assert self.segments[segment].sealed, "a seal is answered before the segment is sealed"
-                if self._result(call, step) is None:
+                result = self._result(call, step)
+                if isinstance(result, Denied) and result.reason == Reason.WRITER_DIED:
+                    assert not self.segments[segment].sealed, "a writer is told that it has not sealed what it has"
+                if result is None:
                     assert self._holds(event.session, segment), "a session seals what it does not hold"
                     assert self.segments[segment].writer == event.session, "a session seals what is another's"
                     self.seals[call] = segment
@@ -428,7 +431,7 @@ class SharingReferee:
         for flight in self.flights.values():
             if flight.segment == segment and not flight.lost:
                 holders[flight.session] = holders.get(flight.session, 0) + 1
-        left = row.state == "ending" and not holders and not self._is_made(segment)
+        left = row.state in ("ending", "retired") and not holders and not self._is_made(segment)
         assert not left, "a segment is not dropped that nobody holds"
         assert row.holders == holders, f"segment {segment} is held by {row.holders}, not by {holders}"
         where, model = mine.location, ModelName(mine.name.tenant, mine.name.model)

@@ -87,7 +87,7 @@ def _charge_per_attach(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @instead_of(segments.Segments, "drop_if_left")
 def _credit_while_attached(_was: Any, self: Any, row: Any) -> None:
-    if row.state == "ending":
+    if row.state in ("ending", "retired"):
         self._books.record(ft.SegmentMoved(row.segment, "last session left"))
         self._books.emit(fx.Drop(row.segment))
 

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.support import raw
-from tests.support.daemons import Daemon, running, until
+from tests.support import faulty_daemon, raw
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.raw import Session
 from tests.support.sizes import MIB
 from tests.support.workers import ANCHOR_BYTES, PAGE, links, state_of, worker, workers
@@ -82,6 +82,45 @@ def test_a_segment_is_written_on_and_outlives_all(daemon: Daemon) -> None:
         assert one.ask("client.attach('m/weights').read(0, 11).decode()") == "firstsecond"
         one.do("client.delete_segment('m/weights'); client.close()")
     check_free(daemon)
+
+
+PUBLISH = "published = publish_arrays(model, 'current', {'w': numpy.full(3, %d, 'i4')}, replace=True)"
+
+
+def test_a_seal_is_asked_for_again_when_its_segment_is_deleted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str
+) -> None:
+    """Two publishers move one name. The daemon dies before it has answered the first one's seal, and the second one
+    publishes, which deletes what the first had sealed. The first one has published, too, and goes on.
+    """
+    monkeypatch.setenv(faulty_daemon.ARMED, str(tmp_path / "armed"))
+    with (
+        running(PATIENT, module="tests.support.faulty_daemon crash_when_sealed") as daemon,
+        workers(2) as (first, second),
+    ):
+        for one in (first, second):
+            one.connect(daemon, transport=transport)
+            one.do("import numpy; from membroker.checkpoint import publish_arrays; model = client.model('m')")
+        faulty_daemon.armed_path().touch()
+        first.begin(PUBLISH % 1)
+        daemon.process.wait(DEADLINE_SECONDS)
+        first.send(signal.SIGSTOP)
+        daemon.start_again()
+        second.do(PUBLISH % 2)
+        assert second.ask("[(one.name[-1], one.state) for one in client.segments()]") == [
+            ["1", "ending"],
+            ["2", "sealed"],
+        ]
+        first.send(signal.SIGCONT)
+        first.result()
+        assert first.ask("published.name") == "current.version-1"
+        assert first.ask("published.tensors()['w'].tolist()") == [1, 1, 1], "it has what it wrote"
+        assert first.ask("client.attach('m/current').tensors()['w'].tolist()") == [2, 2, 2]
+        first.do(PUBLISH % 3)
+        assert second.ask("client.attach('m/current').tensors()['w'].tolist()") == [3, 3, 3]
+        first.do("client.delete_segment('m/current'); client.close()")
+        second.do("client.close()")
+        check_free(daemon)
 
 
 def test_what_keeper_and_daemon_have_both_lost_is_told(patient: Daemon) -> None:

@@ -145,12 +145,16 @@ SEGMENT: Final = _checked(
             "lost": "ending",
         },
         "sealed": {
-            "deleted": "ending",
+            "deleted": "retired",
             # The broker's own descriptors are lost: sessions keep their mappings, and no other can attach.
-            "lost": "ending",
+            "lost": "retired",
         },
-        # No longer attachable; charged while sessions have it mapped.
+        # Never to be sealed; charged while sessions have it mapped.
         "ending": {
+            "last session left": "dropping",
+        },
+        # Was sealed, and is no longer attachable; charged while sessions have it mapped.
+        "retired": {
             "last session left": "dropping",
         },
         # The broker closes its own descriptors.

@@ -28,7 +28,8 @@ from .traffic import CallInFlight
 from .waiting import Waiting
 
 _WRITING = ("writing", "sealing")
-_TOLD = {"sealing": "writing", "dropping": "ending"}
+_LEAVING = ("ending", "retired")
+_TOLD = {"sealing": "writing", "retired": "ending", "dropping": "ending"}
 """Internal states, and the public state that each is shown as."""
 
 
@@ -126,13 +127,15 @@ class Segments:
         return None
 
     def seal(self, event: ev.SealSegment) -> None:
-        """Seal a segment. The writer may ask again, because it may have missed the answer."""
+        """Seal a segment. The writer may ask again, because it may have missed the answer, also one that came before
+        the segment was deleted.
+        """
         denied = self._refuse_seal(event)
         if denied:
             self._books.answer(event.call, denied)
             return
         row = self._books.ledger.segments[event.segment]
-        if row.state == "sealed":
+        if row.state in ("sealed", "retired"):
             self._books.answer(event.call, self.view(row))
             return
         self._lending.wait(event.session, event.request_id)
@@ -147,11 +150,11 @@ class Segments:
         row = self._find_held(event.session, event.segment)
         if row is None:
             return deny(Reason.SEGMENT_NOT_FOUND, segment=event.segment)
-        if row.writer != event.session or row.state not in policy.ATTACHABLE:
+        if row.writer != event.session:
             return deny(
                 Reason.SEGMENT_NOT_WRITABLE, segment=str(row.full_name()), state=_TOLD.get(row.state, row.state)
             )
-        return None
+        return deny(Reason.WRITER_DIED, segment=str(row.full_name())) if row.state == "ending" else None
 
     def sealed(self, event: ev.Sealed) -> None:
         """Let sessions attach the segment, those that waited for it first, in the order of their requests."""
@@ -343,7 +346,7 @@ class Segments:
         if row.delete_when_left and row.state == "sealed" and not row.holders:
             self._books.record(ft.SegmentMoved(row.segment, "deleted"))
         busy = row.holders or self._lending.making_segment(row.writer, row.segment)
-        if row.state == "ending" and not busy:
+        if row.state in _LEAVING and not busy:
             self._books.record(ft.SegmentMoved(row.segment, "last session left"))
             self._books.emit(fx.Drop(row.segment))
 

@@ -107,12 +107,12 @@ _TABLE: Mapping[Reason, _Row] = {
     ),
     Reason.SEGMENT_NOT_WRITABLE: _Row(
         Code.FAILED_PRECONDITION,
-        "{segment} is {told}: only the session that writes a segment can seal it, and only once",
+        "{segment} is {told}: only the session that created a segment can seal it",
     ),
     Reason.WRITER_DIED: _Row(
         Code.ABORTED,
-        "{segment} will never be sealed: its writer died, left it or deleted it. Create it again when its memory is "
-        "free",
+        "{segment} will never be sealed: its create failed, it was deleted or lost, or its writer died or left it. "
+        "Create it again when its memory is free",
         retry=True,
     ),
     Reason.SEGMENT_AMBIGUOUS: _Row(

@@ -37,6 +37,7 @@ _SEGMENT_STATES: Mapping[str, rpb.Segment.State.ValueType] = {
     "sealing": rpb.Segment.WRITING,
     "sealed": rpb.Segment.SEALED,
     "ending": rpb.Segment.ENDING,
+    "retired": rpb.Segment.ENDING,
     "dropping": rpb.Segment.ENDING,
     "releasing": rpb.Segment.RELEASING,
 }

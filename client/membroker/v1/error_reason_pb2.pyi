@@ -97,9 +97,11 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_SEGMENT_NOT_SEALED: _ErrorReason.ValueType  # 48
     """The segment was still being written when the caller's wait ended. Retry: yes."""
     ERROR_REASON_SEGMENT_NOT_WRITABLE: _ErrorReason.ValueType  # 49
-    """Only the session that writes a segment can seal it, and only once."""
+    """Only the session that created a segment can seal it."""
     ERROR_REASON_WRITER_DIED: _ErrorReason.ValueType  # 50
-    """The writer died, left or deleted the segment before it was sealed. Retry: once it is created again."""
+    """The segment ended before it was sealed: its create failed, it was deleted or lost, or its writer died or left it.
+    Retry: once it is created again.
+    """
     ERROR_REASON_SEGMENT_AMBIGUOUS: _ErrorReason.ValueType  # 51
     """The model was given as `-`, and several models have a segment of this name."""
     ERROR_REASON_TOO_MANY_SESSIONS: _ErrorReason.ValueType  # 60
@@ -221,9 +223,11 @@ ERROR_REASON_SEGMENT_EXISTS: ErrorReason.ValueType  # 47
 ERROR_REASON_SEGMENT_NOT_SEALED: ErrorReason.ValueType  # 48
 """The segment was still being written when the caller's wait ended. Retry: yes."""
 ERROR_REASON_SEGMENT_NOT_WRITABLE: ErrorReason.ValueType  # 49
-"""Only the session that writes a segment can seal it, and only once."""
+"""Only the session that created a segment can seal it."""
 ERROR_REASON_WRITER_DIED: ErrorReason.ValueType  # 50
-"""The writer died, left or deleted the segment before it was sealed. Retry: once it is created again."""
+"""The segment ended before it was sealed: its create failed, it was deleted or lost, or its writer died or left it.
+Retry: once it is created again.
+"""
 ERROR_REASON_SEGMENT_AMBIGUOUS: ErrorReason.ValueType  # 51
 """The model was given as `-`, and several models have a segment of this name."""
 ERROR_REASON_TOO_MANY_SESSIONS: ErrorReason.ValueType  # 60

@@ -54,7 +54,9 @@ def test_a_successor_has_the_same_books_at_any_time() -> None:
                 assert books(told(checkpoint_facts(ledger))) == books(ledger), f"seed {seed}, turn {number}"
                 states.update(what_there_is(ledger))
     wanted = {f"session {state}" for state in ("open", "leaving", "detached", "releasing")}
-    wanted |= {f"segment {state}" for state in ("writing", "sealing", "sealed", "ending", "dropping", "releasing")}
+    wanted |= {
+        f"segment {state}" for state in ("writing", "sealing", "sealed", "ending", "retired", "dropping", "releasing")
+    }
     wanted |= {"made in part", "doubted", "held twice", "declared", "idle"}
     assert wanted <= set(states), f"the worlds were too quiet: {wanted - set(states)}"
 

@@ -406,7 +406,7 @@ class Script:
             assert self.books(self.broker.ledger) == before, "a refusal changed the ledger"
         for row in self.broker.ledger.segments.values():
             busy = row.holders or self.broker.lending.making_segment(row.writer, row.segment)
-            assert row.state != "ending" or busy, f"segment {row.segment} ends when nobody holds it"
+            assert row.state not in ("ending", "retired") or busy, f"segment {row.segment} ends when nobody holds it"
         return [*in_lines("", map(self.effect, step.effects)), *in_lines("+ ", map(self.plain, step.facts))]
 
     def name(self, opened: fx.Answer) -> None:

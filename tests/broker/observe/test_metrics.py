@@ -153,6 +153,7 @@ def test_segments_are_counted_by_model_and_state() -> None:
         "sealing": [0],
         "sealed": [2],
         "ending": [0],
+        "retired": [0],
         "dropping": [0],
         "releasing": [1],
         "ended": [],

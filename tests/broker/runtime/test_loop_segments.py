@@ -44,7 +44,7 @@ async def test_a_segment_is_written_sealed_attached_and_dropped(world: World) ->
         world.queues[session].close()
         await world.detach(session, made.segment)
     assert world.used() == 6 * MIB, "the broker keeps it"
-    assert (await world.delete()).state == "ending"
+    assert (await world.delete()).state == "retired"
     await world.until(lambda: not world.charged())
     assert world.used() == 0
 

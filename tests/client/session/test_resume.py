@@ -176,7 +176,7 @@ class TestCallsInFlight:
         assert [(one.generation, one.times) for one in broker.resume().segments] == [(77, 1)]
 
     def test_a_segment_is_sealed_and_deleted(self, broker: PlayedBroker, client: Client) -> None:
-        """The seal is said again; the delete had been done, and its answer was lost."""
+        """The seal is said again, and was made before somebody deleted the segment; the delete had been done, too."""
         caller = Caller(lambda: model(client).create_segment("weights", 1))
         broker.hand_over_segment(broker.hear("create_segment").request_id, 77)
         segment = caller.value()
@@ -186,8 +186,10 @@ class TestCallsInFlight:
         assert [one.generation for one in broker.resume().segments] == [77]
         sealed = broker.hear("seal_segment")
         assert sealed.seal_segment.generation == 77
-        broker.reply(sealed.request_id, segment=resources_pb2.Segment(generation=77, size_bytes=PAGE))
+        ending = resources_pb2.Segment(generation=77, size_bytes=PAGE, state=resources_pb2.Segment.ENDING)
+        broker.reply(sealed.request_id, segment=ending)
         caller.value()
+        assert not segment.writable
         caller = Caller(segment.delete)
         broker.hear("delete_segment")
         broker.hang_up()
