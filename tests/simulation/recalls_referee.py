@@ -20,6 +20,7 @@ from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied
+from membrokerd.core.machine import Broker
 from membrokerd.core.names import Location, ModelName
 
 if TYPE_CHECKING:
@@ -691,11 +692,22 @@ class RecallsReferee:
 
     # --- others ---
 
-    def inherit(self) -> None:
-        """A daemon begins: no session is connected, and nothing is asked."""
+    def inherit(self, dead: Broker, *, torn: bool) -> None:
+        """A daemon begins: no session is connected, and nothing is asked. It knows the guests of the dead one."""
         for books in (self.answering, self.asked, self.away, self.kept, self.marks, self.in_force, self._stated):
             books.clear()
-        self.guests.clear()
+        now = self._world.now
+        self.guests = {
+            (row.session, name, where): (times.used_at, times.slice_until if times.slice_until > now else None)
+            for row in self._world.broker.ledger.sessions.values()
+            if row.state in ("open", "detached")
+            for (name, where), times in row.guests.items()
+        }
+        before = {
+            tuple(place): (one.used, one.slice_until if one.slice_until and one.slice_until > now else None)
+            for place, one in dead.books.recallable.guests.items()
+        }
+        assert torn or self.guests == before, f"the guests on file are {self.guests}, and were {before}"
         self.declared = Counter(
             {
                 (row.session, name, where): charge.declared

@@ -358,7 +358,7 @@ class Referee:
         """A daemon begins with the books on file: those of the dead one, but for what its last step did not write."""
         world, ledger = self.world, self.world.broker.ledger
         recount(ledger)
-        for name in ("sessions", "models", "segments", "labels", "tenants", "quotas"):
+        for name in ("sessions", "models", "segments", "labels", "tenants", "turns", "quotas"):
             assert torn or getattr(ledger, name) == getattr(dead.ledger, name), f"other {name} are on file"
         self.judged += 1
         self.began_at = world.now
@@ -378,7 +378,7 @@ class Referee:
         self.sharing.inherit(world.daemons.torn_facts)
         self.stock.inherit()
         self.resuming.inherit()
-        self.recalls.inherit()
+        self.recalls.inherit(dead, torn=torn)
         self.waiting.granted.clear()
 
     def _inherit_deaths(self) -> None:

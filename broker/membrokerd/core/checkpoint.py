@@ -25,17 +25,18 @@ def checkpoint_facts(ledger: Ledger) -> Iterator[ft.Fact]:
     segments = [replace(row, holders=dict(row.holders)) for row in ledger.segments.values()]
     began = [ft.ModelBegan(row.name, row.virtual_capacity, row.limits) for row in ledger.models.values()]
     carried = [_carry(row) for row in ledger.models.values()]
+    turns = [ft.TurnBegan(tenant, location, at) for (tenant, location), at in ledger.turns.items()]
     unaccounted = [
         ft.UnaccountedSeen(where, total.unaccounted)
         for where, total in ledger.totals.items()
         if total.unaccounted is not None
     ]
-    return _tell(sessions, segments, began, [*carried, *unaccounted])
+    return _tell(sessions, segments, began, [*carried, *turns, *unaccounted])
 
 
 def _copy(row: SessionRow) -> SessionRow:
     declared = {key: replace(charge) for key, charge in row.charges.items() if charge.declared}
-    return replace(row, models=set(row.models), extents=dict(row.extents), charges=declared)
+    return replace(row, models=set(row.models), extents=dict(row.extents), charges=declared, guests=dict(row.guests))
 
 
 def _tell(
@@ -74,6 +75,8 @@ def _begin_session(row: SessionRow) -> Iterator[ft.Fact]:
         yield ft.Debited(row.session, name, location, size, first, count)
     for (name, location), charge in row.charges.items():
         yield ft.DeclarationSet(row.session, name, location, charge.declared)
+    for (name, location), times in row.guests.items():
+        yield ft.GuestSet(row.session, name, location, times.used_at, times.slice_until)
 
 
 def _runs(extents: Iterable[tuple[int, Loan]]) -> Iterator[tuple[int, int, Loan]]:

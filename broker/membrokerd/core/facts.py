@@ -130,6 +130,26 @@ class DeclarationSet:
 
 
 @value
+class GuestSet:
+    """The session is a guest there, which declared something last at `used_at`. None: it is a guest no more."""
+
+    session: int
+    name: ModelName
+    location: Location
+    used_at: int | None
+    slice_until: int
+
+
+@value
+class TurnBegan:
+    """The tenant's turn to have guests began."""
+
+    tenant: str
+    location: Location
+    at: int
+
+
+@value
 class LocationSettled:
     """All that a dead session was charged at a location is credited. `proven`: the device showed it free."""
 
@@ -262,6 +282,8 @@ Fact = (
     | Debited
     | Credited
     | DeclarationSet
+    | GuestSet
+    | TurnBegan
     | LocationSettled
     | SegmentBegan
     | SegmentBound

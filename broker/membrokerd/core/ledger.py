@@ -14,7 +14,7 @@ from typing import Any
 
 from . import facts, lifecycles
 from .names import Location, ModelName, QuotaKey, SegmentName
-from .rows import Charge, Loan, ModelCharge, ModelRow, Quota, SegmentRow, SessionRow, TenantCharge, Total
+from .rows import Charge, GuestTimes, Loan, ModelCharge, ModelRow, Quota, SegmentRow, SessionRow, TenantCharge, Total
 
 _NOTHING = TenantCharge(0, 0)
 
@@ -38,6 +38,8 @@ class Ledger:
         self.labels: dict[SegmentName, int] = {}
         self.tenants: dict[tuple[str, Location], TenantCharge] = {}
         """What each tenant is charged, without entries of zero bytes."""
+        self.turns: dict[tuple[str, Location], int] = {}
+        """When each tenant's last turn began: its guests were lent memory. No entry is of a tenant without a model."""
         self.quotas: dict[QuotaKey, Quota] = {}
         self.revision = 0
         self.touched: set[tuple[ModelName, Location]] = set()
@@ -122,6 +124,9 @@ class Ledger:
         assert not row.used(), "a model ended that is still charged"
         assert not row.sessions, "a model ended that is still used"
         assert not row.segments, "a model ended with a segment"
+        if not self.models_of[fact.name.tenant]:
+            for location in row.charges:
+                self.turns.pop((fact.name.tenant, location), None)
 
     def _model_carried(self, fact: facts.ModelCarried) -> None:
         row = self.models[fact.name]
@@ -150,6 +155,17 @@ class Ledger:
         charge.declared += change
         self.models[fact.name].charges[fact.location].declared += change
         self._charge(row, fact.name, fact.location, change, 0)
+
+    def _guest_set(self, fact: facts.GuestSet) -> None:
+        row, key = self.sessions[fact.session], (fact.name, fact.location)
+        assert key in row.charges, "a guest has nothing"
+        if fact.used_at is None:
+            del row.guests[key]
+        else:
+            row.guests[key] = GuestTimes(fact.used_at, fact.slice_until)
+
+    def _turn_began(self, fact: facts.TurnBegan) -> None:
+        self.turns[fact.tenant, fact.location] = fact.at
 
     def _location_settled(self, fact: facts.LocationSettled) -> None:
         row = self.sessions[fact.session]
@@ -261,6 +277,7 @@ class Ledger:
         charge.extents += extents
         if not charge.bytes:
             del row.charges[key]
+            row.guests.pop(key, None)
         size, count = row.sums.get(location, (0, 0))
         if size + change:
             row.sums[location] = size + change, count + extents
@@ -340,6 +357,8 @@ _APPLY: dict[type, Callable[[Ledger, Any], None]] = {
     facts.Debited: Ledger._debited,
     facts.Credited: Ledger._credited,
     facts.DeclarationSet: Ledger._declaration_set,
+    facts.GuestSet: Ledger._guest_set,
+    facts.TurnBegan: Ledger._turn_began,
     facts.LocationSettled: Ledger._location_settled,
     facts.SegmentBegan: Ledger._segment_began,
     facts.SegmentBound: Ledger._segment_bound,

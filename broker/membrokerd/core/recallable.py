@@ -115,8 +115,6 @@ class Recallable:
         """Whether `guests_counted_once` will count the guests."""
         self._charges: dict[tuple[str, Location], TenantCharge | None] = {}
         """What each tenant with guests was charged when they were counted last."""
-        self.turns: dict[tuple[str, Location], int] = {}
-        """When each tenant's last turn began: its guests were lent memory. No entry is of a tenant without a model."""
         self.hold_without: Callable[[ModelName, Location, int, int], bool] = lambda *_: True
         """Says whether the guarantees of a model and its tenant hold if these lose so many bytes: `Admission`'s."""
         self.moved: set[Borrower] = set()
@@ -221,8 +219,6 @@ class Recallable:
         """Forget the marks of a model: it has no memory and no session."""
         for location in self._ledger.totals:
             self.set_mark(name, location, None)
-            if not self._ledger.models_of[name.tenant]:
-                self.turns.pop((name.tenant, location), None)
 
     def set_mark(self, name: ModelName, location: Location, mark: Mark | None) -> None:
         """Mark a model, or forget its mark."""
@@ -317,7 +313,7 @@ class Recallable:
 
     def begins_turn(self, tenant: str, location: Location, now: int, slice_ns: int) -> bool:
         """Say whether a tenant's turn begins at most a quarter of a slice ago: more of its guests may join."""
-        began = self.turns.get((tenant, location))
+        began = self._ledger.turns.get((tenant, location))
         return began is not None and now - began <= slice_ns // 4
 
     # --- the sums ---

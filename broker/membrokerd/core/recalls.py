@@ -16,7 +16,8 @@ of.
 A guest is asked for all that it has, in one recall that is never raised. It has a second more for each GiB, because its
 memory is copied to the host meanwhile.
 
-Nothing of this is in the journal: each session that resumes says which recalls it answers, and is firm until then.
+The journal has the slices of guests and the turns of tenants, and nothing else of this: each session that resumes says
+which recalls it answers, and is firm until then.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Collection, Iterable
 
 from . import effects as fx
 from . import events as ev
+from . import facts as ft
 from .books import Books
 from .deadlines import Deadlines
 from .names import Location, ModelName
@@ -269,26 +271,52 @@ class Recalls:
 
         A guest begins its slice when it is charged for the first time, or again.
         """
-        state, before = self._state, self._state.guests.get(borrower)
-        if recallable and state.charged(borrower):
-            until = now + self._books.rules.slice_ns
-            tenant, location = borrower.name.tenant, borrower.location
-            if before is None and not state.begins_turn(tenant, location, now, self._books.rules.slice_ns):
-                state.turns[tenant, location] = now
-            if before is not None:
-                before.used = now
-            elif until > now:
-                state.guests[borrower] = GuestSlice(now, until)
-                self.ends.add(until, borrower)
-            else:
-                state.guests[borrower] = GuestSlice(now, None)
+        state, before, slice_ns = self._state, self._state.guests.get(borrower), self._books.rules.slice_ns
+        if not recallable or not state.charged(borrower):
+            self._guest_no_more(borrower)
+        elif before is not None:
+            before.used = now
+            times = self._books.ledger.sessions[borrower.session].guests[borrower.name, borrower.location]
+            self._set_guest(borrower, now, times.slice_until)
         else:
-            state.guests.pop(borrower, None)
+            tenant, location = borrower.name.tenant, borrower.location
+            if not state.begins_turn(tenant, location, now, slice_ns):
+                self._books.record(ft.TurnBegan(tenant, location, now))
+            self._set_guest(borrower, now, now + slice_ns)
+            self._know_guest(borrower, now)
         state.bound_kept(borrower.session)
         state.count(borrower)
         state.count_guests()
         if less > 0:
             self.released(borrower.session, [Loan(borrower.name, borrower.location, less)], now)
+        self._set_deadline()
+
+    def _set_guest(self, borrower: Borrower, used_at: int | None, slice_until: int) -> None:
+        """Record what the next daemon must know of a guest."""
+        session, name, location = borrower
+        self._books.record(
+            ft.GuestSet(session=session, name=name, location=location, used_at=used_at, slice_until=slice_until)
+        )
+
+    def _know_guest(self, borrower: Borrower, now: int) -> None:
+        """Treat a borrower as the guest that it is in the ledger."""
+        times = self._books.ledger.sessions[borrower.session].guests[borrower.name, borrower.location]
+        until = times.slice_until if times.slice_until > now else None
+        self._state.guests[borrower] = GuestSlice(times.used_at, until)
+        if until is not None:
+            self.ends.add(until, borrower)
+
+    def _guest_no_more(self, borrower: Borrower) -> None:
+        self._state.guests.pop(borrower, None)
+        if (borrower.name, borrower.location) in self._books.ledger.sessions[borrower.session].guests:
+            self._set_guest(borrower, None, 0)
+
+    def restarted(self, now: int) -> None:
+        """Know the guests of an earlier daemon, with what is left of their slices. They have yet to resume."""
+        for row in self._books.ledger.sessions.values():
+            if row.state == "detached":
+                for name, location in row.guests:
+                    self._know_guest(Borrower(row.session, name, location), now)
         self._set_deadline()
 
     def set_answers(self, session: int, name: ModelName, answers: bool, now: int) -> None:
@@ -321,8 +349,8 @@ class Recalls:
         """Note for which models a resumed session answers, and ask it again for what it owes. It has released `gone`.
 
         A recall that is not late keeps its deadline, so reconnecting does not save a session from being late. If it no
-        longer answers for a model, or is no guest any more, it keeps what it is asked for. A guest that a new daemon
-        hears of has no slice. One that there is no room for is firm.
+        longer answers for a model, or is no guest any more, it keeps what it is asked for. One that is a guest by its
+        own word alone has no slice. One that there is no room for is firm.
         """
         state = self._state
         before = set(state.guests)
@@ -335,9 +363,10 @@ class Recalls:
             for name, location in self._books.ledger.sessions[session].charges:
                 borrower = Borrower(session, name, location)
                 if (name, location) not in guests:
-                    state.guests.pop(borrower, None)
+                    self._guest_no_more(borrower)
                 elif borrower not in state.guests and not state.refuse_guest(name.tenant, location):
-                    state.guests[borrower] = GuestSlice(now, None)
+                    self._set_guest(borrower, now, now)
+                    self._know_guest(borrower, now)
                 state.count(borrower)
             for name in self._books.ledger.sessions[session].models:
                 state.set_answers(session, name, name in answering)

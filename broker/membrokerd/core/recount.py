@@ -50,6 +50,7 @@ def recount(ledger: Ledger) -> None:
         for (name, _), charge in row.charges.items():
             assert name in ledger.models, f"{name} ended and is charged"
             assert charge.bytes, f"session {row.session} has a charge of nothing"
+        assert row.guests.keys() <= row.charges.keys(), f"session {row.session} is a guest without a charge"
     for segment in ledger.segments.values():
         assert seen.isdisjoint(segment.ids), "an extent has two owners"
         seen.update(segment.ids)

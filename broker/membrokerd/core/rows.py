@@ -40,6 +40,13 @@ class Charge:
     declared: int = 0
 
 
+class GuestTimes(NamedTuple):
+    """When a guest declared something last, and until when it has its slice."""
+
+    used_at: int
+    slice_until: int
+
+
 @dataclass(slots=True)
 class SessionRow:
     """One session. `extents` are lent to it one by one.
@@ -61,6 +68,8 @@ class SessionRow:
     models: set[ModelName] = field(default_factory=set)
     extents: dict[int, Loan] = field(default_factory=dict)
     charges: dict[tuple[ModelName, Location], Charge] = field(default_factory=dict)
+    guests: dict[tuple[ModelName, Location], GuestTimes] = field(default_factory=dict)
+    """Those of its charges that can be recalled as a whole only."""
     sums: dict[Location, tuple[int, int]] = field(default_factory=dict)
     """Charged bytes and extents at each location, over all models, without entries of zero bytes."""
     segments: dict[int, int] = field(default_factory=dict)

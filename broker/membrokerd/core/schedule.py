@@ -344,7 +344,7 @@ class Schedule:
         return sorted(guests, key=lambda each: self._turn(location, each[0]))
 
     def _turn(self, location: Location, request: DebitRequest) -> tuple[int, int]:
-        return self._books.recallable.turns.get((request.name.tenant, location), -1), request.event.call
+        return self._books.ledger.turns.get((request.name.tenant, location), -1), request.event.call
 
     def _behind_an_aged_guest(self, location: Location, looks: Sequence[Look], now: int) -> Sequence[Look]:
         """Leave out guests whose turn is after one that has waited longer than two slices, if it can run after them."""

@@ -292,6 +292,7 @@ class Sessions:
             self._take_over_segment(segment, lost=segment.segment in event.lost)
         for row in list(ledger.sessions.values()):
             self._take_over_session(row, now)
+        self._recalls.restarted(now)
         for segment in list(ledger.segments.values()):
             self._segments.drop_if_left(segment)
 

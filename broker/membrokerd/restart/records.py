@@ -157,7 +157,8 @@ _MAX_ID = (1 << 64) - 1
 _BOUNDS: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(("session", "segment", "writer", "first", "call", "request_id", "recall"), (0, _MAX_ID)),
     **dict.fromkeys(
-        ("at", "idle_since", "allocations", "releases", "declared_bytes", "wanted_bytes", "size"), (0, MAX_BYTES)
+        ("at", "idle_since", "slice_until", "allocations", "releases", "declared_bytes", "wanted_bytes", "size"),
+        (0, MAX_BYTES),
     ),
     **dict.fromkeys(("returned", "after_ns", "waited_ns", "within_ns"), (0, MAX_BYTES)),
     **dict.fromkeys(("extent_bytes", "last_bytes"), (1, MAX_BYTES)),
@@ -328,6 +329,8 @@ _TAGGED: Mapping[int, Form] = {
         21: ft.UnaccountedSeen,
         22: ft.SegmentHeldAgain,
         23: ft.SegmentBound,
+        24: ft.GuestSet,
+        25: ft.TurnBegan,
     }.items()
 }
 """A tag never changes its meaning. If the fields of a fact change after a release, it gets a new tag."""

@@ -495,7 +495,7 @@ class Script:
             return ids_text(value)
         if key == "models" and not isinstance(value, str):
             return ",".join(f"{name.tenant}/{name.model}" for name in value) or "none"
-        if key in ("at", "began_at"):
+        if key in ("at", "began_at", "used_at", "slice_until") and value is not None:
             return f"{value / SECOND:g}s"
         if key == "name" and isinstance(value, ModelName):
             return f"{value.tenant}/{value.model}"

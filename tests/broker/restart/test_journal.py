@@ -95,7 +95,7 @@ def test_the_number_of_a_fact_never_changes() -> None:
     names = (
         "SessionBegan SessionMoved SessionEnded ModelBegan ModelAsked ModelJoined ModelLeft ModelEnded ModelCarried "
         "Debited Credited DeclarationSet LocationSettled SegmentBegan SegmentMoved SegmentHeld SegmentLeft "
-        "SegmentDoubted SegmentCredited SegmentEnded UnaccountedSeen SegmentHeldAgain SegmentBound"
+        "SegmentDoubted SegmentCredited SegmentEnded UnaccountedSeen SegmentHeldAgain SegmentBound GuestSet TurnBegan"
     )
     assert tags == dict(enumerate(names.split(), 1))
     journaled = {form.kind for form in records._TAGGED.values()}

@@ -41,6 +41,8 @@ FACTS: tuple[ft.Fact, ...] = (
     ft.Debited(26, NAME, "device", 2 << 20, 1, 4),
     ft.Credited(26, range(1, 5), "released"),
     ft.DeclarationSet(26, NAME, "device", 500),
+    ft.GuestSet(26, NAME, "device", 8, 9),
+    ft.TurnBegan("acme", "device", 8),
     ft.LocationSettled(26, "device", True),
     ft.SegmentBegan(40, NAME, "weights", "device", 1 << 30, 2 << 20, 41, 3, 26, 9),
     ft.SegmentBound(40),

@@ -16,6 +16,7 @@ from tests.support.sizes import MIB
 from tests.support.workers import Worker, worker, workers
 
 import membroker
+from membroker.v1 import resources_pb2
 
 CAPACITY = 256 * MIB
 CONFIG = {
@@ -222,3 +223,37 @@ def test_a_guest_is_asked_for_all_that_it_has() -> None:
         waiting.value()
         declared = [model.stats().books["device"].declared_bytes for model in (one, two)]
         assert declared == [0, 200 * MIB]
+
+
+def test_a_guest_has_its_slice_although_the_daemon_is_restarted() -> None:
+    """An operator upgrades the daemon while a guest has the GPU: the next daemon, and the one after it, know its slice.
+
+    The slice that they are configured with is for guests that begin with them.
+    """
+    config = {"capacity": CAPACITY, "tenants": {"red": {}}, "slice_seconds": 3_600.0, "recall_seconds": 600.0}
+    with (
+        running(config) as daemon,
+        membroker.connect(daemon.endpoint()) as client,
+        membroker.connect(daemon.endpoint()) as other,
+    ):
+        one, two = client.model("one"), other.model("two")
+        for model in (one, two):
+            model.on_recall(lambda recall: membroker.DEFERRED)
+        one.declare("200MiB", recallable=True)
+        daemon.config["slice_seconds"] = 0.0
+        for kill in (True, False):
+            if kill:
+                daemon.kill()
+            else:
+                assert daemon.stop() == 0
+            daemon.start_again()
+            until(lambda: [row.state for row in daemon.sessions()] == [resources_pb2.Session.OPEN] * 2)
+            with pytest.raises(membroker.OutOfMemory):
+                two.declare("200MiB", recallable=True, timeout=0.1)
+            assert recalled(daemon) == (0, 0)
+        one.declare(0)
+        two.declare("200MiB", recallable=True)
+        waiting = Caller(lambda: one.declare("200MiB", recallable=True, timeout=600))
+        until(lambda: recalled(daemon) == (200 * MIB, 0))
+        two.declare(0)
+        waiting.value()
