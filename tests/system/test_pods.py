@@ -10,7 +10,11 @@ import pytest
 from tests.support import faulty_daemon
 from tests.support.command import good
 from tests.support.daemons import Daemon, running, until
+from tests.support.terminal import Terminal
 from tests.support.workers import worker
+from tests.system.cli.test_top import names, row, top
+
+from membroker.cli.screen import cut
 
 UID = "0b9c8f7e-1d2c-4b3a-9e8f-7a6b5c4d3e2f"
 
@@ -52,6 +56,46 @@ def test_sessions_have_their_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert f"a session is of a pod session={name} tenant=red pid={one.pid} pod={UID} pod_name=web/api-0" in log
         (line,) = [line for line in log.splitlines() if "session ended" in line and name in line]
         assert f"pod={UID} pod_name=web/api-0" in line
+
+
+def test_a_tenant_and_a_model_have_the_pod_of_their_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator finds the pod of a tenant that the agent has named after a claim, in the listings and live."""
+    monkeypatch.setenv(faulty_daemon.CGROUPS, str(tmp_path))
+    tenant = f"dra-{UID}"
+    config = {"tenants": {tenant: {"guarantee": "16MiB"}, "blue": {"guarantee": "16MiB"}}}
+    with running(config, module="tests.support.faulty_daemon in_kubernetes") as daemon, worker() as one:
+        with top("--endpoint", str(daemon.root), columns=160) as terminal:
+            until(lambda: "no models" in terminal.text())
+            terminal.press("t")
+            until(lambda: len(names(terminal)) == 2)
+            (tmp_path / "pods" / f"web_api-0_{UID}").mkdir(parents=True)
+            (tmp_path / str(one.pid)).mkdir()
+            (tmp_path / str(one.pid) / "cgroup").write_text(f"0::/kubepods/burstable/pod{UID}/{'c' * 64}\n")
+            assert " pod" not in terminal.text(), "as on a machine without Kubernetes"
+            one.connect(daemon, tenant)
+            one.do("kept = client.model('m').allocate('32MiB')")
+            until(lambda: lines(terminal, "web/api-0") == [cut(tenant, 33)])
+            assert [row(terminal, name)[-1] for name in ("tenant", "blue")] == ["pod", "-"]
+            terminal.press("/API-0\r")
+            until(lambda: names(terminal) == [cut(tenant, 33)])
+            terminal.press("t")
+            until(lambda: lines(terminal, "web/api-0") == [cut(f"{tenant}/m", 33)])
+            terminal.resize(80, 12)
+            until(lambda: row(terminal, "model") == ["model", "used", "guarantee", "limit", "share", "pod"])
+            until(lambda: lines(terminal, "web/api-0") == [cut(f"{tenant}/m", 25)])
+        for command in ("tenants", "models"):
+            head, *rows = good(command, at=daemon.admin).splitlines()
+            assert head.split()[-1] == "pod"
+            assert [one.split()[-1] for one in rows if one.startswith(tenant)] == ["web/api-0"]
+        assert ["pods", "web/api-0"] in [
+            one.split() for one in good("models", f"{tenant}/m", at=daemon.admin).splitlines()
+        ]
+        one.do("client.close()")
+
+
+def lines(terminal: Terminal, pod: str) -> list[str]:
+    """Return the names of the lines that have a pod."""
+    return [line.split()[0] for line in terminal.lines() if line.split()[-1:] == [pod]]
 
 
 def pods(daemon: Daemon) -> dict[str, tuple[str, str]]:

@@ -24,7 +24,7 @@ from ..ext import endpoint as endpoints
 from ..types import DeviceStatus, SessionStatus
 from ..vmm.driver import DriverError
 from . import commands, dra, explain, launch, operate, replay, segments, sleeping, tables, tenant, top
-from .books import open_books
+from .books import open_admin, open_books
 from .commands import Command, Commands, Parser, add, add_bare, listing
 from .doctor import missing_packages, run_doctor
 from .sleeping import find_model
@@ -217,17 +217,25 @@ def _models(options: argparse.Namespace) -> int:
     with open_books(options.endpoint, options.admin) as books:
         while True:
             models = books.models()
-            table = tables.models_table(models)
+            sessions = [] if options.json else books.sessions()
+            table = tables.models_table(models, sessions)
             if options.name is not None:
                 name = find_model([row.name for row in models], options.name, admin=isinstance(books, Admin))
                 models = [row for row in models if row.name == name]
-                table = tables.model_table(models[0])
+                table = tables.model_table(models[0], sessions)
             if options.watch is not None and not options.json and sys.stdout.isatty():
                 sys.stdout.write("\x1b[H\x1b[J")
             tables.answer(options.json, models, table)
             if options.watch is None:
                 return 0
             time.sleep(options.watch)
+
+
+def _tenants(options: argparse.Namespace) -> int:
+    with open_admin(options.endpoint) as books:
+        tenants = books.tenants()
+        table = tables.tenants_table(tenants, [] if options.json else books.sessions())
+    return tables.answer(options.json, tenants, table)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -326,11 +334,11 @@ def _add_books(subparsers: Commands) -> None:
     add(
         subparsers,
         "tenants",
-        listing(lambda books: books.tenants(), tables.tenants_table),
+        _tenants,
         "what each tenant uses, may use and waits for",
         "tenants\ntenants --json | jq '.[] | {name, used: .books.device.used_bytes}'",
         commands.OPERATOR,
-    ).set_defaults(admin=True)
+    )
     add(
         subparsers,
         "processes",

@@ -22,7 +22,7 @@ from ..ext import endpoint as endpoints
 from ..types import DeviceStatus, ModelStatus
 from ..vmm.driver import DriverError
 from .books import open_books
-from .tables import is_asleep
+from .tables import is_asleep, pods_of
 
 REFUSED_SECONDS = 60
 """For so long after a refusal a model is one that is refused."""
@@ -47,6 +47,7 @@ class Row(NamedTuple):
     refused: int
     is_asleep: bool = False
     is_refused: bool = False
+    pods: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -63,6 +64,8 @@ class Snapshot:
     device: DeviceStatus | None = None
     tenants: Mapping[str, TenantStatus] = field(default_factory=dict)
     models: Sequence[ModelStatus] = ()
+    pods: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Those of the tenants and models that have any, by their resource names."""
     rates: Mapping[str, float] = field(default_factory=dict)
     refused: Set[str] = frozenset()
     """The models that were refused in the last minute, as far as that was seen."""
@@ -133,6 +136,7 @@ class Readers:
                     known, since = refusals.get(model.name, (count, now - REFUSED_SECONDS))
                     refusals[model.name] = (count, now if count > known else since)
                 refusals = {model.name: refusals[model.name] for model in models}
+                pods = pods_of(books.sessions())
                 tenants = books.tenants() if isinstance(books, Admin) else []
                 by_name = {arguments.parts_of(tenant.name)[0]: tenant for tenant in tenants}
                 due = time.monotonic() + self._interval
@@ -143,6 +147,7 @@ class Readers:
                     device=device,
                     tenants=by_name,
                     models=models,
+                    pods=pods,
                     rates=rates,
                     refused={name for name, (_, since) in refusals.items() if now - since < REFUSED_SECONDS},
                 )
@@ -198,6 +203,7 @@ def _tenants_of(snapshot: Snapshot, models: Sequence[Row]) -> Iterator[Row]:
             rate=sum(row.rate for row in rows),
             refused=sum(row.refused for row in rows),
             is_refused=any(row.is_refused for row in rows),
+            pods=snapshot.pods.get(f"tenants/{name}", ()),
         )
 
 
@@ -222,4 +228,5 @@ def _models_of(snapshot: Snapshot) -> Iterator[Row]:
                 refused=sum(model.denials_total.values()) if books.location == "device" else 0,
                 is_asleep=books.location == "device" and is_asleep(model),
                 is_refused=books.location == "device" and model.name in snapshot.refused,
+                pods=snapshot.pods.get(model.name, ()),
             )

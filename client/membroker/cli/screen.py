@@ -58,7 +58,9 @@ _KEYS = (
     *("R reverse", "t tenants", "/ filter", "h help", "q quit"),
 )
 _HEADS = ("used", "guarantee", "limit", "share", "waiting", "recalled", "late", "rate", "refused")
-_WIDTH = 10
+_WIDTH, _DEVICE_WIDTH = 10, 15
+_POD_WIDTH = 20
+"""The least characters of the longest pod that are shown, if it has so many."""
 
 
 class Screen:
@@ -71,6 +73,8 @@ class Screen:
         self._filter = ""
         self._typing: str | None = None
         self._top = 0
+        self._pod_room = 0
+        """The width of the column with the pods; 0 if no row has one."""
         self._late, self._refused = curses.A_BOLD, curses.A_NORMAL
         """A row that keeps what was recalled, or a broker that is gone; and a row that was just refused."""
 
@@ -141,9 +145,10 @@ class Screen:
 
     def _draw(self, snapshots: Sequence[Snapshot]) -> None:
         height, width = self._screen.getmaxyx()
+        rows = self._rows(snapshots)
+        self._pod_room = _pod_room(rows, width, len(snapshots) > 1)
         lines = list(self._lines(snapshots, width))
         head = len(lines)
-        rows = self._rows(snapshots)
         self._top = max(0, min(self._top, len(rows) - max(1, height - head)))
         lines += [
             (
@@ -162,7 +167,9 @@ class Screen:
 
     def _rows(self, snapshots: Sequence[Snapshot]) -> list[Row]:
         rows = [
-            row for row in rows_of(snapshots, by_tenant=self._by_tenant) if self._filter.lower() in row.name.lower()
+            row
+            for row in rows_of(snapshots, by_tenant=self._by_tenant)
+            if any(self._filter.lower() in name.lower() for name in (row.name, *row.pods))
         ]
         _, figure = _ORDERS[self._order]
         rows.sort(key=lambda row: (figure(row), row.name, row.device), reverse=self._reverse)
@@ -183,9 +190,10 @@ class Screen:
             host = os.environ.get(names.NODE_VARIABLE) or socket.gethostname()
             footer += f"   (h help, q quit)   {host}, {time.strftime('%H:%M:%SZ', time.gmtime())}"
             yield footer, curses.A_DIM
-        heads = "".join(f"{head:>{_WIDTH}}" for head in _shown(_HEADS, width, len(snapshots) > 1))
+        heads = "".join(f"{head:>{_WIDTH}}" for head in self._shown(_HEADS, width, len(snapshots) > 1))
         what = "tenant" if self._by_tenant else "model"
-        yield f"{what:<{_name_width(width)}}{heads}{'  device' * (len(snapshots) > 1)}", curses.A_REVERSE
+        heads += self._pod("pod") + "  device" * (len(snapshots) > 1)
+        yield f"{what:<{_name_width(width)}}{heads}", curses.A_REVERSE
 
     def _line(self, row: Row, width: int, with_device: bool) -> str:
         sizes = (row.used, row.guarantee or None, row.limit, row.share, row.waiting or None)
@@ -195,8 +203,18 @@ class Screen:
         name = row.name if row.location == "device" else f"{row.name} ({row.location})"
         name += " (asleep)" * row.is_asleep
         name = cut(name, room - 1)
-        numbers = "".join(f"{cell:>{_WIDTH}}" for cell in _shown(cells, width, with_device))
-        return f"{name:<{room}}{numbers}" + (f"  {row.device}" if with_device else "")
+        numbers = "".join(f"{cell:>{_WIDTH}}" for cell in self._shown(cells, width, with_device))
+        pod = self._pod(tables.first_of(row.pods))
+        return f"{name:<{room}}{numbers}{pod}" + (f"  {row.device}" if with_device else "")
+
+    def _pod(self, text: str) -> str:
+        """Return a cell of the column with the pods, if there is one."""
+        return f"  {cut(text, self._pod_room):<{self._pod_room}}" if self._pod_room else ""
+
+    def _shown(self, cells: Sequence[str], width: int, with_device: bool) -> Sequence[str]:
+        """Return as many of the columns as fit."""
+        beside = len(self._pod("")) + _DEVICE_WIDTH * with_device
+        return cells[: max(1, (width - 1 - _name_width(width) - beside) // _WIDTH)]
 
 
 def _device_lines(snapshot: Snapshot, width: int, bad: int) -> Iterator[tuple[str, int]]:
@@ -254,10 +272,11 @@ def _name_width(width: int) -> int:
     return max(12, min(34, width // 3))
 
 
-def _shown(cells: Sequence[str], width: int, with_device: bool) -> Sequence[str]:
-    """Return as many of the columns as fit."""
-    room = width - 1 - _name_width(width) - 15 * with_device
-    return cells[: max(1, room // _WIDTH)]
+def _pod_room(rows: Iterable[Row], width: int, with_device: bool) -> int:
+    """Return the width of the column with the pods: what all other columns leave, but enough to know a pod by."""
+    longest = max((len(tables.first_of(row.pods)) for row in rows if row.pods), default=0)
+    left = width - 3 - _name_width(width) - _WIDTH * len(_HEADS) - _DEVICE_WIDTH * with_device
+    return min(longest, max(_POD_WIDTH, left))
 
 
 def _size(size: int | None) -> str:

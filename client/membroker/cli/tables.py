@@ -49,8 +49,11 @@ def _table(rows: Iterable[tuple[Any, ...]], columns: Columns, empty: str = "") -
     return TextTable(list(columns), [[cell(*row) for cell in columns.values()] for row in rows], empty)
 
 
-def models_table(models: Iterable[ModelStatus]) -> TextTable:
-    """Return a row for each model and location, except for locations that it never used and has no limit for."""
+def models_table(models: Iterable[ModelStatus], sessions: Iterable[SessionStatus] = ()) -> TextTable:
+    """Return a row for each model and location, except for locations that it never used and has no limit for.
+
+    With its pods, if one of these sessions has one.
+    """
     columns: Columns = {
         "model": lambda model, books: short_name(model.name) + marks(model, books.location),
         ">used": lambda _, books: format_size(books.used_bytes),
@@ -60,14 +63,15 @@ def models_table(models: Iterable[ModelStatus]) -> TextTable:
         ">recallable": lambda _, books: _nonzero(books.recallable_bytes),
         ">late": lambda _, books: _nonzero(books.late_bytes),
         ">refused": lambda model, _: str(sum(model.denials_total.values())),
+        **_pods_by_name(sessions),
     }
     rows = [(model, books) for model in models for books in _worth_showing(model)]
     return _table(rows, columns, "no models are registered")
 
 
-def model_table(model: ModelStatus) -> TextTable:
+def model_table(model: ModelStatus, sessions: Iterable[SessionStatus] = ()) -> TextTable:
     """Return all that is known of one model, with a column for each location."""
-    books = _worth_showing(model)
+    books, pods = _worth_showing(model), pods_of(sessions).get(model.name)
     refused = ", ".join(f"{count} {reason}" for reason, count in sorted(model.denials_total.items()))
     return _by_location(
         short_name(model.name),
@@ -91,6 +95,7 @@ def model_table(model: ModelStatus) -> TextTable:
         [
             ["virtual", format_size(model.virtual_capacity_bytes)],
             ["sessions", str(model.sessions)],
+            *([["pods", first_of(pods)]] if pods else []),
             ["refused", refused or NONE],
             *([["sleeps", sleeps(model)]] if model.idle_sleep_ms is not None else []),
             *(["guest", guest(status)] for status in model.guests),
@@ -165,7 +170,7 @@ def sessions_table(sessions: Iterable[SessionStatus]) -> TextTable:
         ">pid": lambda session: str(session.pid or NONE),
         ">age": lambda session: _age(session.create_time, now),
         ">used": lambda session: format_size(sum(books.used_bytes for books in session.books.values())),
-        "models": lambda session: _first_of(
+        "models": lambda session: first_of(
             [arguments.parts_of(name)[1] for name in session.models], session.more_models
         ),
         ">segments": lambda session: str(len(session.segments) + session.more_segments or NONE),
@@ -182,6 +187,22 @@ def _pods(rows: Sequence[SessionStatus] | Sequence[ProcessStatus]) -> Columns:
 
 def _pod(row: SessionStatus | ProcessStatus) -> str:
     return row.pod_name or row.pod_uid
+
+
+def pods_of(sessions: Iterable[SessionStatus]) -> dict[str, list[str]]:
+    """Return the pods of each tenant and each model by its resource name: those of its sessions, but for observers."""
+    found: dict[str, set[str]] = {}
+    for session in sessions:
+        if (pod := _pod(session)) and not session.observer:
+            for name in (session.tenant, *session.models):
+                found.setdefault(name, set()).add(pod)
+    return {name: sorted(pods) for name, pods in found.items()}
+
+
+def _pods_by_name(sessions: Iterable[SessionStatus]) -> Columns:
+    """Return the column with the pods of a tenant or a model, if there are any."""
+    pods = pods_of(sessions)
+    return {"pod": lambda row, _: first_of(pods.get(row.name, []))} if pods else {}
 
 
 def process_of(session: SessionStatus) -> str:
@@ -319,8 +340,8 @@ def _waiting(books: LocationBooks | ModelBooks) -> str:
     return f"{format_size(books.waiting_bytes)} ({count} request{'s' * (count != 1)})" if count else NONE
 
 
-def tenants_table(tenants: Iterable[TenantStatus]) -> TextTable:
-    """Return a row for each tenant and location."""
+def tenants_table(tenants: Iterable[TenantStatus], sessions: Iterable[SessionStatus] = ()) -> TextTable:
+    """Return a row for each tenant and location, with its pods if one of these sessions has one."""
     columns: Columns = {
         "tenant": lambda tenant, books: short_name(tenant.name) + _elsewhere(books.location),
         ">used": lambda _, books: format_size(books.used_bytes),
@@ -330,13 +351,14 @@ def tenants_table(tenants: Iterable[TenantStatus]) -> TextTable:
         ">waiting": lambda _, books: _nonzero(books.waiting_bytes),
         ">models": lambda tenant, _: str(tenant.models),
         ">sessions": lambda tenant, _: str(tenant.sessions),
+        **_pods_by_name(sessions),
     }
     rows = [(tenant, books) for tenant in tenants for books in tenant.books.values() if _concerns(books)]
     return _table(rows, columns, "no tenant is configured, and no user has a session")
 
 
-def made_tenants_table(tenants: Iterable[TenantStatus]) -> TextTable:
-    """Return a row for each tenant that was made by command."""
+def made_tenants_table(tenants: Iterable[TenantStatus], sessions: Iterable[SessionStatus] = ()) -> TextTable:
+    """Return a row for each tenant that was made by command, with its pods if one of these sessions has one."""
     columns: Columns = {
         "tenant": lambda tenant, _: short_name(tenant.name) + " (being deleted)" * tenant.deleting,
         ">guarantee": lambda tenant, _: _nonzero(tenant.books["device"].guarantee_bytes),
@@ -347,6 +369,7 @@ def made_tenants_table(tenants: Iterable[TenantStatus]) -> TextTable:
         "owner": lambda _, made: NONE if made.owner is None else str(made.owner),
         "group": lambda _, made: NONE if made.group is None else str(made.group),
         "mode": lambda _, made: NONE if made.mode is None else f"{made.mode:04o}",
+        **_pods_by_name(sessions),
     }
     rows = [(tenant, tenant.settings) for tenant in tenants]
     return _table(rows, columns, "no tenant was made by command; `membroker tenants` shows all")
@@ -380,7 +403,7 @@ def processes_table(processes: Iterable[ProcessStatus]) -> TextTable:
         ">charged": lambda process: format_size(process.charged_bytes),
         ">in segments": lambda process: format_size(process.segment_bytes),
         ">excess": lambda process: format_size(process.excess_bytes),
-        "models": lambda process: _first_of(list(map(short_name, process.models))),
+        "models": lambda process: first_of(list(map(short_name, process.models))),
         **_pods(processes),
     }
     return _table(zip(processes, strict=True), columns, "the driver sees no process")
@@ -400,7 +423,7 @@ def _elsewhere(location: str) -> str:
     return "" if location == "device" else f" ({location})"
 
 
-def _first_of(names: Sequence[str], more: int = 0) -> str:
+def first_of(names: Sequence[str], more: int = 0) -> str:
     """Return the first name, and how many others there are, `more` of which are not in the list.
 
     A row must not become as long as it likes.

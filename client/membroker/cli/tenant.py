@@ -159,7 +159,8 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 def _list(options: argparse.Namespace) -> int:
     with open_admin(options.endpoint) as admin:
         made = [tenant for tenant in admin.tenants() if tenant.settings is not None]
-    return tables.answer(options.json, made, tables.made_tenants_table(made))
+        table = tables.made_tenants_table(made, [] if options.json else admin.sessions())
+    return tables.answer(options.json, made, table)
 
 
 def _create(options: argparse.Namespace) -> int:

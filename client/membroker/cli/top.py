@@ -17,15 +17,17 @@ _NOTES = """
 Each line is a model or, after you press t, a tenant. `share` is what a model gets, by weight, while requests wait.
 `recalled` is what its programs are asked to release, and `late` what they did not release in time or keep whole.
 `rate` is how many extents were borrowed and released per second. `refused` is how many requests were refused since
-the model or the daemon began. A line is red while something of it is late, and yellow for a minute after a refusal. A
-narrow terminal has no room for the columns on the right: 125 characters show all. If a broker does not answer, its
-last numbers stay for a while, with their time; then the reason replaces them until the broker answers again.
+the model or the daemon began. In Kubernetes, if the broker can see a pod, `pod` is the first one that the line has
+sessions in, and how many others there are. A line is red while something of it is late, and yellow for a minute after
+a refusal. A narrow terminal has no room for the columns on the right: 125 characters show all but the pods. If a
+broker does not answer, its last numbers stay for a while, with their time; then the reason replaces them until the
+broker answers again.
 
 keys:
   u g s w r d n    sort by used, guarantee, share, waiting, rate, refused, name
   R                reverse the order
   t                tenants or models
-  /                show only names that contain a text: type it, Enter; an empty one shows all
+  /                show only names and pods that contain a text: type it, Enter; an empty one shows all
   up down          scroll
   h                show or hide the keys
   q                quit (or Ctrl-C)

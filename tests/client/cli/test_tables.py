@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from membroker.admin import ProcessStatus, QuotaStatus, TenantBooks, TenantStatus
+from membroker.admin import ProcessStatus, QuotaStatus, TenantBooks, TenantSettings, TenantStatus
 from membroker.cli import tables
 from membroker.safetensors import TensorInfo
 from membroker.types import (
@@ -152,6 +152,37 @@ def test_a_pod_is_named_and_else_has_its_uid() -> None:
     table = tables.pods_table(rows)
     assert [list(row[:3]) for row in table.rows] == [["uid-2", "blue", "1"], ["web/a-0", "red", "2"]]
     assert [tables.process_of(row).partition(" in ")[2] for row in rows[1:]] == ["the pod web/a-0", "the pod uid-2", ""]
+
+
+def test_tenants_and_models_have_the_pods_of_their_sessions() -> None:
+    """Whoever only looks is in none of them. Without a pod there is no column, as outside of Kubernetes."""
+    name, books = "tenants/acme/models/llama-7b", {"device": TenantBooks("device", 5, None)}
+    tenants = [
+        TenantStatus(f"tenants/{one}", books, 1, 2, settings=TenantSettings((), None, None, None, True, None))
+        for one in ("acme", "umbra")
+    ]
+    plain = session(name, 7)
+    rows = [
+        plain,
+        replace(plain, pod_uid="uid-2"),
+        *(replace(plain, pod_uid=f"uid-{pod}", pod_name=f"web/api-{pod}") for pod in (1, 0, 1)),
+        replace(plain, models=(), pod_uid="uid-3", pod_name="web/a-top", observer=True),
+        replace(plain, models=(), pod_uid="uid-4", pod_name="web/api-4"),
+    ]
+    assert tables.pods_of(rows) == {
+        "tenants/acme": ["uid-2", "web/api-0", "web/api-1", "web/api-4"],
+        name: ["uid-2", "web/api-0", "web/api-1"],
+    }
+    for shown in (tables.tenants_table, tables.made_tenants_table):
+        table = shown(tenants, rows[2:])
+        assert [(row[0], row[-1]) for row in table.rows] == [("acme", "web/api-0 +2"), ("umbra", "-")]
+        assert table.columns[-1] == "pod"
+        assert shown(tenants, [plain]) == shown(tenants)
+    models = [model(name), model("tenants/acme/models/other")]
+    assert [row[-1] for row in tables.models_table(models, rows[2:]).rows] == ["web/api-0 +1", "-"]
+    assert tables.models_table(models, [plain]) == tables.models_table(models)
+    assert ["pods", "web/api-0 +1"] in [row[:2] for row in tables.model_table(models[0], rows[2:]).rows]
+    assert tables.model_table(models[1], rows) == tables.model_table(models[1])
 
 
 def test_a_location_that_is_not_used_is_no_row() -> None:
