@@ -375,7 +375,7 @@ class Schedule:
         asked = self._in_its_way(request, look, short, known)
         if self._recalls.ask_guests([guest.borrower for guest in asked], now, request.name):
             known.clear()
-        return bool(asked) and self._is_on_its_way(request.location)
+        return bool(asked)
 
     def _short_of(self, request: DebitRequest) -> int:
         """Return how many bytes a request lacks that are neither free nor recalled already."""
