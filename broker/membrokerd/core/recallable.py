@@ -126,7 +126,9 @@ class Recallable:
         self._bytes: Counter[object] = Counter()
         """What can be recalled: by model and location, by tenant and location, by location."""
         self._coming: Counter[object] = Counter()
-        """What recalls that are not late will bring: by model and location, by location, by the model that wants it."""
+        """What recalls that are not late will bring: by model and location, by tenant and location, by location."""
+        self._coming_for: Counter[ModelName | None] = Counter()
+        """The same by the model that wants it."""
         self._late: Counter[tuple[ModelName, Location]] = Counter()
         """What late recalls have not brought: by model and location."""
 
@@ -354,7 +356,8 @@ class Recallable:
         if counted.late:
             _add(self._late, sign * counted.left, (name, location))
         elif counted.left:
-            _add(self._coming, sign * counted.left, (name, location), location, counted.wanted_by)
+            _add(self._coming, sign * counted.left, (name, location), (name.tenant, location), location)
+            _add(self._coming_for, sign * counted.left, counted.wanted_by)
 
     # --- how much ---
 
@@ -466,13 +469,9 @@ class Recallable:
         kept = mark.size if mark is not None and (mark.in_force or coming) else 0
         return self.asked_of_model(name, location, late=True) + kept
 
-    def asked_of_tenants(self, location: Location) -> Counter[str]:
-        """Return what the sessions of each tenant are asked for by recalls in time, and have not released."""
-        found = Counter[str]()
-        for borrower, recall in self.recalls.items():
-            if borrower.location == location and not recall.late:
-                found[borrower.name.tenant] += recall.left
-        return found
+    def asked_of_tenant(self, tenant: str, location: Location) -> int:
+        """Return what the sessions of a tenant are asked for by recalls in time, and have not released."""
+        return self._coming.get((tenant, location), 0)
 
     def coming(self, location: Location) -> int:
         """Return what the recalls at a location that are not late will bring."""
@@ -480,7 +479,7 @@ class Recallable:
 
     def is_coming_for(self, name: ModelName) -> bool:
         """Say whether a recall that is not late will bring something that a model wants."""
-        return name in self._coming
+        return name in self._coming_for
 
 
 def too_many(owners: Sequence[str], tenant: str) -> Denied | None:

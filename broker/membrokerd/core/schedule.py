@@ -726,11 +726,12 @@ class Schedule:
                 limit = policy.model_limit(ledger, books.rules, name, location)
                 if limit is not None:
                     self._ask_above(name, location, self._not_asked(name, location) - limit, now)
-            asked, above = state.asked_of_tenants(location), Counter[str]()
+            above = Counter[str]()
             for tenant in {name.tenant for name in names}:
                 limit = policy.limit_of(ledger.quotas, books.rules, (tenant, None, location))
                 if limit is not None:
-                    above[tenant] = ledger.tenant_lent(tenant, location) - asked[tenant] - limit
+                    not_asked = ledger.tenant_lent(tenant, location) - state.asked_of_tenant(tenant, location)
+                    above[tenant] = not_asked - limit
             for name in sorted(names, key=lambda name: -state.of_model(name, location)):
                 if above[name.tenant] > 0:
                     above[name.tenant] -= self._ask_above(name, location, above[name.tenant], now)
