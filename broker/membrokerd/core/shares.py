@@ -322,19 +322,12 @@ class Shares:
 
     def _model(self, name: ModelName, location: Location, wanted: int, guarantee: int, *, keeps: bool) -> Item:
         """Return a model's item: its guarantee, and from what is firm beyond that up to what it has and wants."""
-        ledger, rules = self._ledger, self._rules
-        row = ledger.models.get(name)
-        charge = row.charges[location] if row else None
-        releasing = charge.releasing if charge else 0
-        lent = charge.bytes - releasing if charge else 0
+        lent, granule = self._admission.lent(name, location), self._rules.granularity
         firm = lent if keeps else lent - self._recallable.of_model(name, location)
-        limit = policy.model_limit(ledger, rules, name, location)
-        most = lent + wanted
-        if limit is not None:
-            most = _lowered(most, limit - releasing, rules.granularity)
+        most = _lowered(lent + wanted, lent + self._admission.limit_room(name, location), granule)
         base = min(guarantee, max(firm, most)) if self._recallable.is_possible else guarantee
         low = max(0, firm - base)
-        weight = policy.weight_of(ledger.quotas, rules, (*name, location))
+        weight = policy.weight_of(self._ledger.quotas, self._rules, (*name, location))
         return Item(weight, low, max(low, most - base), base, max(firm, min(base, lent)))
 
     def _tenant(self, tenant: str, location: Location, models: Item) -> Item:
