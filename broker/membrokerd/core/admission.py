@@ -158,13 +158,12 @@ class Admission:
 
     def not_firm(self, location: Location) -> int:
         """Return the bytes that are free or can be recalled."""
-        free = self._ledger.totals[location].free
-        return free + self._recallable.total(location) if self._recallable.is_possible else free
+        return self._ledger.totals[location].free + self._recallable.total(location)
 
     def _reserved_for(self, tenant: str, location: Location) -> int:
         """Return what is kept for a tenant: no more than its limit lets it borrow."""
         own, _, limit = self._guarantees[location][tenant]
-        recallable = self._recallable.of_tenant(tenant, location) if self._recallable.is_possible else 0
+        recallable = self._recallable.of_tenant(tenant, location)
         firm = self._ledger.tenant_lent(tenant, location) - recallable
         _, unfirm = self._by_models(tenant, location)
         unused = max(unfirm, own - firm)
