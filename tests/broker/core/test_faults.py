@@ -310,14 +310,15 @@ def test_who_does_not_wait_is_refused_for_nobody_beyond_a_share(story: Story, si
     assert lent(story) == 4096 - 150 + (102 if size == 2 else 100)
 
 
-def test_who_does_not_wait_is_refused_for_nobody_who_may_be_left_over(
-    story: Story, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("beside", [4, 100])
+def test_who_does_not_wait_is_refused_for_one_who_may_be_left_over(
+    story: Story, monkeypatch: pytest.MonkeyPatch, beside: int
 ) -> None:
-    """A step had no time to look whether anybody else has room, and nobody has: what is free goes at once."""
+    """A step had no time to look whether anybody else has room for 4 bytes. If nobody has, these go at once."""
     monkeypatch.setattr(waiting, "MOST_LOOKS", 1)
     session = story.open()
     story.tell(ev.Declare(story.call(), session, 2, MODEL, "device", 4096))
-    for number, size in enumerate((4, 100)):
+    for number, size in enumerate((4, beside)):
         story.tell(ev.Allocate(story.call(), story.open(), 2 + number, MODEL, "device", size, 1, 1_000))
     story.tell(ev.Declare(story.call(), session, 3, MODEL, "device", 4088))
     assert lent(story) == 4092
@@ -325,7 +326,7 @@ def test_who_does_not_wait_is_refused_for_nobody_who_may_be_left_over(
     call = story.call()
     story.tell(ev.Allocate(call, session, 4, MODEL, "device", 2, 1, 0))
     story.tell(ev.InputsDrained(call))
-    assert not isinstance(story.answers.get(call), Denied)
+    assert isinstance(story.answers.get(call), Denied) == (beside == 4)
 
 
 def test_the_more_models_wait_the_fewer_have_their_turn_in_a_step(
