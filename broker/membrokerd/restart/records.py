@@ -94,8 +94,10 @@ def has_record_after(data: bytes, at: int) -> bool:
     left = 4 * len(data)
     for found in _BEGINS.finditer(data, at + _FRAME.size + 1):
         head = found.start() - _FRAME.size
-        length = min(_FRAME.unpack_from(data, head)[0], len(data))
-        left -= length if length <= len(data) - found.start() else 0
+        length, _ = _FRAME.unpack_from(data, head)
+        if length > len(data) - found.start():
+            continue
+        left -= length
         if left < 0 or _span(data, head):
             return True
     return False
