@@ -13,6 +13,7 @@ from .books import Books
 from .deadlines import Deadlines
 from .denied import Denied, Reason, deny
 from .lending import Lending
+from .sums import add
 
 MOST_AT_ONCE = 64
 """How many attaches that wait are refused in one step. The others follow in the next: see `deadline`."""
@@ -137,9 +138,7 @@ class Attaches:
                 del calls[key][event.call]
                 if not calls[key]:
                     del calls[key]
-            self._of_tenant[event.name.tenant] -= 1
-            if not self._of_tenant[event.name.tenant]:
-                del self._of_tenant[event.name.tenant]
+            add(self._of_tenant, -1, event.name.tenant)
             self._lending.wait_no_more(event.session, event.request_id)
         self._set_deadline()
         return waiting

@@ -15,6 +15,7 @@ from typing import Any
 from . import facts, lifecycles
 from .names import Location, ModelName, QuotaKey, SegmentName
 from .rows import Charge, GuestTimes, Loan, ModelCharge, ModelRow, Quota, SegmentRow, SessionRow, TenantCharge, Total
+from .sums import add
 
 _NOTHING = TenantCharge(0, 0)
 
@@ -120,7 +121,7 @@ class Ledger:
     def _model_ended(self, fact: facts.ModelEnded) -> None:
         row = self.models.pop(fact.name)
         del self.model_names[bisect_left(self.model_names, fact.name)]
-        _one_less(self.models_of, fact.name.tenant)
+        add(self.models_of, -1, fact.name.tenant)
         assert not row.used(), "a model ended that is still charged"
         assert not row.sessions, "a model ended that is still used"
         assert not row.segments, "a model ended with a segment"
@@ -243,7 +244,7 @@ class Ledger:
         self._credit_segment(row, row.bytes, row.extents)
         row.state = ended
         self.models[row.name].segments -= 1
-        _one_less(self.segments_of, row.name.tenant)
+        add(self.segments_of, -1, row.name.tenant)
         self.segment_extents -= len(row.ids)
         del self.segments[fact.segment], self.labels[row.full_name()]
 
@@ -336,12 +337,6 @@ class Ledger:
         model.sessions.discard(session)
         if not model.sessions:
             model.idle_since = at
-
-
-def _one_less(counts: Counter[str], key: str) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
 
 
 _APPLY: dict[type, Callable[[Ledger, Any], None]] = {

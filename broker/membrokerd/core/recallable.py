@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .denied import Denied, Reason, deny
 from .ledger import Ledger
 from .names import Location, ModelName
 from .rows import SessionRow, TenantCharge
+from .sums import add
 
 
 class Borrower(NamedTuple):
@@ -352,12 +353,12 @@ class Recallable:
         _, name, location = borrower
         self._ledger.touched.add((name, location))
         if counted.size:
-            _add(self._bytes, sign * counted.size, (name, location), (name.tenant, location), location)
+            add(self._bytes, sign * counted.size, (name, location), (name.tenant, location), location)
         if counted.late:
-            _add(self._late, sign * counted.left, (name, location))
+            add(self._late, sign * counted.left, (name, location))
         elif counted.left:
-            _add(self._coming, sign * counted.left, (name, location), (name.tenant, location), location)
-            _add(self._coming_for, sign * counted.left, counted.wanted_by)
+            add(self._coming, sign * counted.left, (name, location), (name.tenant, location), location)
+            add(self._coming_for, sign * counted.left, counted.wanted_by)
 
     # --- how much ---
 
@@ -489,10 +490,3 @@ def too_many(owners: Sequence[str], tenant: str) -> Denied | None:
     if len(owners) >= MOST_GUESTS:
         return deny(Reason.TOO_MANY_REQUESTS, limit=MOST_GUESTS, whose="broker", calls="guests")
     return None
-
-
-def _add(sums: Counter[Any], change: int, *keys: object) -> None:
-    for key in keys:
-        sums[key] += change
-        if not sums[key]:
-            del sums[key]

@@ -35,6 +35,7 @@ from .recallable import too_many
 from .request_lines import RequestLines, call_of
 from .requests import GRANT, DebitRequest, Decision, Grant, Refuse, Wait
 from .schedule import Schedule
+from .sums import add
 from .traffic import CallInFlight
 
 MOST_AT_ONCE = 16
@@ -364,10 +365,10 @@ class Waiting:
         del self._waiters[event.call]
         self._ids.remove((event.session, event.request_id))
         self._full.discard(event.call)
-        _count_down(self.sessions, event.session)
+        add(self.sessions, -1, event.session)
         if waiter.deadline is not None:
-            _count_down(self._timed, event.location)
-            _count_down(self._of_tenant, waiter.name.tenant)
+            add(self._timed, -1, event.location)
+            add(self._of_tenant, -1, waiter.name.tenant)
             self._count(waiter, -1)
             self._set_deadline()
 
@@ -500,9 +501,3 @@ def _sum(sums: dict[Any, tuple[int, int]], key: object, more: int, sign: int) ->
     size, count = sums.pop(key, (0, 0))
     if count + sign:
         sums[key] = size + more, count + sign
-
-
-def _count_down(counts: Counter[Any], key: object) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]

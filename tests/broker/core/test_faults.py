@@ -230,15 +230,21 @@ def test_deaths_are_credited_some_at_a_time(story: Story) -> None:
 
 
 def test_attaches_that_wait_are_bounded(story: Story) -> None:
-    """Eight sessions of a tenant wait for a seal with sixteen attaches each: only so many begin in one step."""
+    """Eight sessions of a tenant wait for a seal with sixteen attaches each: only so many begin in one step.
+
+    One that is given up makes room for one.
+    """
     story.broker.books.rules = dataclasses.replace(story.broker.books.rules, max_waiting_per_tenant=100)
     writer = story.open()
     segment = story.write(writer, 2)
     for session in [story.open() for _ in range(8)]:
         for number in range(16):
             story.tell(ev.AttachSegment(story.call(), session, 2 + number, SEGMENT, 10**9))
-    refused = [answer for answer in story.answers.values() if isinstance(answer, Denied)]
-    assert [one.reason for one in refused] == [Reason.TOO_MANY_REQUESTS] * 28
+    assert refused(story) == {Reason.TOO_MANY_REQUESTS: 28}
+    story.tell(ev.CancelWait(story.asked - 127))
+    for number in (18, 19):
+        story.tell(ev.AttachSegment(story.call(), session, number, SEGMENT, 10**9))
+    assert refused(story) == {Reason.DELIVERY_FAILED: 1, Reason.TOO_MANY_REQUESTS: 29}
     story.tell(ev.SealSegment(story.call(), writer, 3, segment))
     story.tell(ev.Sealed(segment))
     assert sum(story.broker.ledger.segments[segment].holders.values()) == 101
