@@ -14,7 +14,7 @@ from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core.denied import Denied, Reason, deny
 from membrokerd.core.machine import Broker
-from membrokerd.core.names import ModelName, SegmentName
+from membrokerd.core.names import ModelName, QuotaKey, SegmentName
 
 MODEL = ModelName("t", "m")
 SEGMENT = SegmentName("t", "m", "s")
@@ -333,6 +333,28 @@ def test_who_does_not_wait_is_refused_for_one_who_may_be_left_over(
     story.tell(ev.Allocate(call, session, 4, MODEL, "device", 2, 1, 0))
     story.tell(ev.InputsDrained(call))
     assert isinstance(story.answers.get(call), Denied) == (beside == 4)
+
+
+def test_who_does_not_wait_has_what_is_guaranteed_to_it_beside_those_left_over(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of it is free, of a recall for an older request that is guaranteed as much. No request has its turn yet."""
+    guarantees: dict[QuotaKey, int] = {(tenant, None, "device"): 2048 for tenant in "gh"}
+    story.broker = Broker(policy.Rules(granularity=2, capacities={"device": 4096}, guarantees=guarantees), epoch=1)
+    lender = story.open()
+    story.tell(ev.RegisterModel(story.call(), lender, 2, MODEL, None, {}, False, True))
+    story.tell(ev.Allocate(story.call(), lender, 2, MODEL, "device", 1024, 4))
+    story.made(lender)
+    (first, *_) = story.broker.ledger.sessions[lender].extents
+    monkeypatch.setattr(waiting, "MOST_AT_ONCE", 0)
+    for tenant, size, wait_ns in (("g", 2048, 1_000), ("h", 1024, 0)):
+        session, name, call = story.open(tenant), ModelName(tenant, "m"), story.call()
+        story.tell(ev.RegisterModel(story.call(), session, 2, name, None, {}, False))
+        story.tell(ev.Allocate(call, session, 3, name, "device", size, 1, wait_ns))
+        if wait_ns:
+            story.tell(ev.Release(story.call(), lender, 3, (first,)))
+    story.tell(ev.InputsDrained(call))
+    assert story.broker.books.admission.lent(name, "device") == size
 
 
 def test_the_more_models_wait_the_fewer_have_their_turn_in_a_step(
