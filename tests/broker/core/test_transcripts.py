@@ -89,7 +89,8 @@ class Script:
 
     def changed_waits(self) -> str:
         """Return how many wait and until when, if that has changed."""
-        requests = sum(self.broker.waiting.of_location(where)[1] for where in self.broker.ledger.totals)
+        requests = len(self.broker.waiting.waiters())
+        assert requests == sum(self.broker.waiting.of_location(where)[1] for where in self.broker.ledger.totals)
         until = self.broker.deadline
         before, self.waits = self.waits, (requests, until)
         if self.waits == before:
