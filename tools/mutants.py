@@ -55,7 +55,13 @@ PARTS = (
     Part(
         "handoff",
         ("broker/membrokerd/edge/handoff/*.py",),
-        ("tests/broker/edge", "tests/system/test_handoff_calls.py", "tests/system/test_frame_lengths.py"),
+        (
+            "tests/broker/edge",
+            "tests/system/test_handoff_calls.py",
+            "tests/system/test_holds.py",
+            "tests/system/test_bad_frames.py",
+            "tests/system/test_frame_lengths.py",
+        ),
     ),
     Part("session", ("client/membroker/session/*.py",), ("tests/client/session",)),
     Part(

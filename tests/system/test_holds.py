@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from tests.support import raw
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
+from tests.support.forks import in_a_child
 from tests.support.raw import Connection, Session
 from tests.support.workers import PAGE
 
@@ -147,3 +148,25 @@ def test_each_frame_of_a_resume_has_its_turn(daemon: Daemon, resumable: Resumabl
         until(lambda: daemon.books().lent_bytes == PAGE)
         line.send(pb.Frame(request_id=3, holds=pb.Holds(last=True)))
         assert raw.reason(line.last_words()) == "PROTOCOL_VIOLATION"
+
+
+def test_a_session_borrows_on_the_connection_by_which_it_resumed(daemon: Daemon) -> None:
+    """As it did before on the other one: what is delivered comes to the new one."""
+    with Session(daemon.endpoint()) as session:
+        model = session.register("m")
+        ids = session.borrow(model, PAGE)
+        session.resume(ids)
+        session.release([*ids, *session.borrow(model, PAGE)])
+
+
+def test_a_child_does_not_resume_its_parents_session(daemon: Daemon) -> None:
+    """It knows the token, and is another process. It is told, and the parent's session goes on."""
+    with Session(daemon.endpoint()) as session:
+
+        def resume() -> None:
+            with Connection(daemon.endpoint()) as line:
+                line.send(pb.Frame(request_id=1, hello=pb.Hello(protocol_version=1, resume_token=session.token)))
+                assert raw.reason(line.last_words()) == "TOKEN_REJECTED"
+
+        in_a_child(resume)
+        session.register("m")

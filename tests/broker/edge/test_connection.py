@@ -40,7 +40,7 @@ from membrokerd.core.machine import Broker
 from membrokerd.core.names import ModelName
 from membrokerd.core.rows import SessionRow
 from membrokerd.edge.convert import from_result
-from membrokerd.edge.handoff import outbox
+from membrokerd.edge.handoff import connection, outbox
 from membrokerd.edge.handoff.connection import HandoffConnection
 from membrokerd.edge.handoff.endpoint import HandoffEndpoint
 from membrokerd.edge.handoff.outbox import OutboxCounters
@@ -434,6 +434,49 @@ def test_the_longest_answer_to_a_resume_is_a_frame() -> None:
     frame = pb.Frame(request_id=most)
     getattr(frame.reply, field).CopyFrom(message)
     assert len(handoff.encode(frame)) > 60_000
+
+
+@played_by(play)
+async def test_a_notice_that_nobody_reads_is_dropped_and_counted(lender: Lender) -> None:
+    """A worker that is stopped does not read its notices. The daemon does not wait for it."""
+    handoff.send(lender.theirs, handoff.encode(raw.hello()))
+    (welcome,) = await lender.receive(1)
+    assert lender.connection._notices is not None
+    assert not lender.connection._notices.getblocking()
+    while not lender.traffic.notices_dropped:
+        lender.connection.recall(fx.SendRecall(SESSION, 1, ModelName("red", "m"), "device", PAGE, 0))
+    assert lender.traffic.notices_dropped == 1
+    handoff.close_all(welcome.descriptors)
+
+
+@played_by(play)
+async def test_a_peer_that_does_not_take_the_last_answer_is_cut(lender: Lender) -> None:
+    """It broke the protocol, and does not read what it is told of that."""
+    await lender.begin(1)
+    lender.fill()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connection, "LINGER_SECONDS", 0.01)
+        lender.connection.disconnect("it acknowledged what was not sent")
+    assert not lender.connection._closed
+    await lender.until(lambda: ev.ConnectionLost(SESSION) in lender.told)
+
+
+def test_a_fault_in_a_request_is_told_to_its_sender(caplog: pytest.LogCaptureFixture) -> None:
+    """Else its call would wait for good."""
+
+    def fail(*_: object) -> None:
+        raise ValueError
+
+    async def story(lender: Lender) -> None:
+        await lender.begin()
+        lender.dispatcher.request = fail
+        handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=5, allocate=allocation("m", PAGE))))
+        await lender.until(lambda: ev.ConnectionLost(SESSION) in lender.told)
+        answer = handoff.receive(lender.theirs).frame
+        assert (answer.request_id, raw.reason(answer.reply.error)) == (5, "INTERNAL")
+
+    play(story)
+    assert "a fault of the broker" in caplog.text
 
 
 @played_by(play)
