@@ -191,9 +191,10 @@ class MappedMemory:
 
     def give_spare(self, size: int, is_asked_for: Callable[[int], bool]) -> None:
         """Release spare pages, as `Tracked` says, if this memory can have some and is open."""
-        if self.spare is not None and self.state == "open" and self.region.extents:
+        spare = self.spare  # another thread may take it away, with the memory
+        if spare is not None and self.state == "open":
             with suppress(ClosedError):
-                self.spare(size, is_asked_for)
+                spare(size, is_asked_for)
 
     def _end(self) -> None:
         if self._is_last():

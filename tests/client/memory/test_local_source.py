@@ -22,6 +22,7 @@ from tests.support.threads import together
 import membroker
 from membroker import LocalSource, VirtualMemoryPool
 from membroker.errors import AlreadyMapped, ClosedError, DeviceFailure, InvalidRequest, OutOfMemory
+from membroker.memory import local_source
 from membroker.memory.buffer import Buffer
 from membroker.vmm import Location
 from membroker.vmm.host.driver import HostDriver
@@ -291,6 +292,23 @@ def test_many_threads_share_a_limit(driver: FlakyDriver) -> None:
         with suppress(AlreadyMapped):
             pool.allocate(0, 6 * PAGE)
         assert pool.stats().mapped_pages == 6
+
+
+def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver that was opened for the source is closed again."""
+    closed = list[HostDriver]()
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(local_source, "start_thread", refuse)
+    monkeypatch.setattr(HostDriver, "close", lambda driver: closed.append(driver))
+    with pytest.raises(RuntimeError):
+        LocalSource("host")
+    monkeypatch.undo()
+    for driver in closed:
+        driver.close()
+    assert len(closed) == 1
 
 
 def test_without_a_card() -> None:

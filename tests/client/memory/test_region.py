@@ -8,6 +8,7 @@ import pytest
 from tests.support.fake_lender import PAGE, FlakyDriver
 
 from membroker.errors import ProtocolError
+from membroker.memory.buffer import Buffer
 from membroker.memory.lifetime import MappedMemory, Placing
 from membroker.memory.local_source import LocalSource
 from membroker.memory.region import Region
@@ -43,11 +44,12 @@ def bind(region: Region, offset: int, handles: list[Handle]) -> None:
 
 
 def clear(region: Region) -> None:
-    """Unmap and forget everything, and unmap it again: that does nothing."""
+    """Unmap and forget everything, and do it all again: that does nothing."""
     for offset, size in region.runs():
         region.unbind(offset, size)
         region.unbind(offset, size)
         region.forget(region.offsets(offset, size))
+    region.close()
     region.close()
 
 
@@ -58,6 +60,15 @@ def test_more_extents_than_were_requested_are_refused(driver: HostDriver) -> Non
         Placing(memory, [0, PAGE]).place([1, 2, 3], [-1, -1, -1], PAGE)
     assert not memory.region.extents
     memory.end()
+
+
+def test_memory_that_has_no_spare_pages_is_asked_for_some(driver: HostDriver) -> None:
+    """A recall asks all memory of a session: a buffer has none to give."""
+    source = LocalSource(driver)
+    buffer = Buffer(source, PAGE)
+    buffer._holding.give_spare(PAGE, lambda extent: True)
+    assert source.physical_usage_bytes == PAGE
+    buffer.close()
 
 
 def test_extents_side_by_side(driver: HostDriver) -> None:
