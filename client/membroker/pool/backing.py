@@ -107,8 +107,8 @@ class Backing:
             return
         try:
             with Operation(self.holding) as operation:
-                self.claims.claim_unused(operation, runs)
-                self._borrow(operation, runs, until, ahead=ahead, wanted_bytes=wanted_bytes)
+                missing = self.claims.claim_unused(operation, runs)
+                self._borrow(operation, runs, missing, until, ahead=ahead, wanted_bytes=wanted_bytes)
                 self._mark_used(operation, runs, within)
         except OutOfMemory as error:
             if self._wait_for_ahead() and self._take_spare(runs, within):
@@ -124,24 +124,24 @@ class Backing:
             return found
         try:
             with Operation(self.holding) as operation:
-                runs = self.claims.claim_found(operation, search)
-                self._borrow(operation, runs, until)
-                self._mark_used(operation, runs)
+                pages, missing = self.claims.claim_found(operation, search)
+                self._borrow(operation, [pages], missing, until)
+                self._mark_used(operation, [pages])
         except OutOfMemory as error:
             if self._wait_for_ahead() and (found := self._take_found(search)):
                 return found
             add_asked(error, search.length, "pages", self._page_size)
             raise
         if self._ahead is not None:
-            self._ahead.took(len(runs[0]), self._table.spare)
-        return runs[0]
+            self._ahead.took(len(pages), self._table.spare)
+        return pages
 
     def prepare(self, search: Search, until: float | None) -> None:
         """Make the pages that a search finds spare, by the wish of the user."""
         try:
             with Operation(self.holding) as operation:
-                runs = self.claims.claim_found(operation, search)
-                self._borrow_spare(operation, runs, until)
+                pages, missing = self.claims.claim_found(operation, search)
+                self._borrow_spare(operation, [pages], missing, until)
         except OutOfMemory as error:
             add_asked(error, search.length, "pages", self._page_size)
             raise
@@ -150,22 +150,20 @@ class Backing:
         self,
         operation: Operation,
         runs: Sequence[range],
+        missing: Sequence[range],
         until: float | None,
         *,
         ahead: bool = False,
         wanted_bytes: int = 0,
-    ) -> list[range]:
-        """Borrow and map the missing pages of claimed runs, and return them. The caller marks the runs."""
+    ) -> None:
+        """Borrow and map the missing pages of claimed runs. The caller marks the runs."""
         size = self._page_size
-        with self._lock:
-            missing = self._table.unbacked(runs)
         operation.undo.append(partial(self._take_back, runs))
         if missing:
             placing = Placing(self.holding, *[range(run.start * size, run.stop * size, size) for run in missing])
             operation.undo.append(placing.take_back)
             count, where = sum(map(len, missing)), self._location
             self._source.borrow(size, count, where, placing, until, ahead=ahead, wanted_bytes=wanted_bytes)
-        return missing
 
     def _mark_used(self, operation: Operation, runs: Sequence[range], within: Sequence[int] = (0,)) -> None:
         """Mark claimed runs used, whose pages have their memory: they are allocated."""
@@ -177,10 +175,16 @@ class Backing:
             operation.undo.clear()
 
     def _borrow_spare(
-        self, operation: Operation, runs: Sequence[range], until: float | None, *, ahead: bool = False
+        self,
+        operation: Operation,
+        runs: Sequence[range],
+        missing: Sequence[range],
+        until: float | None,
+        *,
+        ahead: bool = False,
     ) -> None:
         """Borrow the missing pages of claimed runs, and mark the runs spare; `ahead` is the wish of the library."""
-        missing = self._borrow(operation, runs, until, ahead=ahead)
+        self._borrow(operation, runs, missing, until, ahead=ahead)
         with self._lock:
             self.holding.check_open()
             for pages in runs:
@@ -243,8 +247,8 @@ class Backing:
         if self._keep_spare(runs):
             return
         with Operation(self.holding) as operation:
-            self.claims.claim_droppable(operation, runs)
-            self._drop(operation, runs, after)
+            used = self.claims.claim_droppable(operation, runs)
+            self._drop(operation, runs, used, after)
 
     def drop_below(self, length: int) -> None:
         """Drop the pages of the last `length` bytes up to the highest allocated page."""
@@ -257,8 +261,8 @@ class Backing:
         with Operation(self.holding) as operation:
             with self._lock:
                 runs = [self._table.below(length)]
-                self.claims.claim_droppable(operation, runs)
-            self._drop(operation, runs)
+                used = self.claims.claim_droppable(operation, runs)
+            self._drop(operation, runs, used)
 
     def drop_allocation(self, address: int, after: Waitable | None = None) -> None:
         """Drop the pages of the allocation that begins at an address."""
@@ -271,8 +275,8 @@ class Backing:
         with Operation(self.holding) as operation:
             with self._lock:
                 runs = [self._begun_at(address)]
-                self.claims.claim_droppable(operation, runs)
-            self._drop(operation, runs, after)
+                used = self.claims.claim_droppable(operation, runs)
+            self._drop(operation, runs, used, after)
 
     def _begun_at(self, address: int) -> range:
         """Return the pages of the allocation that begins at an address. The caller holds the lock."""
@@ -284,10 +288,10 @@ class Backing:
             raise NotMapped(f"no allocation begins at the address {address:#x}: free(offset, size) takes any pages")
         return self._table.allocation(page)
 
-    def _drop(self, operation: Operation, runs: Sequence[range], after: Waitable | None = None) -> None:
-        """Release claimed pages, and drop the bytes of those that are offloaded."""
-        with self._lock:
-            used = self._table.claimed_runs(USED, runs)
+    def _drop(
+        self, operation: Operation, runs: Sequence[range], used: Sequence[range], after: Waitable | None = None
+    ) -> None:
+        """Release the used ones of claimed pages, and drop the bytes of those that are offloaded."""
         if used:
             self._unbind(used, operation, after)
         if self._offloaded.size:
@@ -351,7 +355,7 @@ class Backing:
                     pages = table.next_free(len(few))
                     runs = [pages] if pages and not ahead.is_resting else []
                     self.claims.claim(operation, runs, own=True)
-                self._borrow_spare(operation, runs, None, ahead=True)
+                self._borrow_spare(operation, runs, runs, None, ahead=True)
         except OutOfMemory:
             ahead.refused()
             return False

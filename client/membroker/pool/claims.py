@@ -37,26 +37,32 @@ class Claims:
         for pages in runs:
             self.table.claim(pages, claimed, own=own)
 
-    def claim_unused(self, operation: Operation, runs: Sequence[range], *, free: bool = False) -> None:
-        """Claim pages that are free or spare, or only `free` ones, all or nothing. Raises `AlreadyMapped`.
+    def claim_unused(self, operation: Operation, runs: Sequence[range], *, free: bool = False) -> list[range]:
+        """Claim pages that are free or spare, or only `free` ones, all or nothing; return the free ones, as runs.
 
-        It waits while the library itself changes any of them.
+        It waits while the library itself changes any of them. Raises `AlreadyMapped`.
         """
-        check = self.table.check_free if free else self.table.check_unused
         with self.lock:
             while True:
+                missing: list[range] = []
                 try:
                     for pages in runs:
-                        check(pages)
+                        missing += self.table.unbacked(pages)
+                        if free:
+                            self.table.check_not_spare(pages)
                     break
                 except AlreadyMapped:
                     if not any(map(self.table.is_own, runs)):
                         raise
                 self._own_ended.wait()
             self.claim(operation, runs)
+        return missing
 
-    def claim_found(self, operation: Operation, search: Search) -> list[range]:
-        """Claim the unused pages that a search finds. It waits while the library itself changes pages that would do."""
+    def claim_found(self, operation: Operation, search: Search) -> tuple[range, list[range]]:
+        """Claim the unused pages that a search finds; return them, and then the free ones, as runs.
+
+        It waits while the library itself changes pages that would do.
+        """
         with self.lock:
             while True:
                 try:
@@ -66,20 +72,27 @@ class Claims:
                     if not self.table.is_own(range(self.table.count)):
                         raise
                 self._own_ended.wait()
+            missing = self.table.unbacked(pages)
             self.claim(operation, [pages])
-        return [pages]
+        return pages, missing
 
-    def claim_droppable(self, operation: Operation, runs: Sequence[range]) -> None:
-        """Claim used or offloaded pages. Raises `NotMapped`, and `BufferError` if a view or a pin of them is alive."""
+    def claim_droppable(self, operation: Operation, runs: Sequence[range]) -> list[range]:
+        """Claim used or offloaded pages, and return the used ones, as runs.
+
+        Raises `NotMapped`, and `BufferError` if a view or a pin of them is alive.
+        """
+        used: list[range] = []
         with self.lock:
             for pages in runs:
                 if self.table.is_used(pages):
-                    self._check_unpinned(pages)
-                    continue
-                self.table.check_allocated(pages)
-                for run in self.table.runs_of(USED, pages):
-                    self._check_unpinned(run)
+                    used.append(pages)
+                else:
+                    self.table.check_allocated(pages)
+                    used += self.table.runs_of(USED, pages)
+            for run in used:
+                self._check_unpinned(run)
             self.claim(operation, runs)
+        return used
 
     def wait_for_own(self, pages: range) -> None:
         """Wait until the library itself changes none of `pages`. Ctrl-C ends the wait."""

@@ -185,7 +185,7 @@ class OffloadedPages:
     def drop(self, pages: range) -> None:
         """Drop the bytes of the offloaded ones among these claimed pages."""
         with self._lock:
-            runs = self._table.claimed_runs(OFFLOADED, [pages])
+            runs = self._table.claimed_runs(OFFLOADED, pages)
             dropped = {page: self._places.pop(page) for run in runs for page in run}
             for run in runs:
                 self._table.set(run, FREE)

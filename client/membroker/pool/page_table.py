@@ -113,15 +113,6 @@ class PageTable:
             raise InvalidOffset(f"the highest allocated page ends at {top * self.page_size}, before {length} bytes")
         return range(top - count, top)
 
-    def unbacked(self, runs: Iterable[range]) -> list[range]:
-        """Return the free pages of claimed runs of unused pages, as runs."""
-        found = []
-        for pages in runs:
-            states = self._states[pages.start : pages.stop].translate(_RELEASE)
-            for run in _FREE_RUN.finditer(states):
-                found.append(range(pages.start + run.start(), pages.start + run.end()))
-        return found
-
     def spare_runs(self, pages: range) -> list[range]:
         """Return those of `pages` that are spare and not claimed, as runs."""
         return [run for run, state, busy in self.runs(pages) if state == SPARE and not busy]
@@ -189,18 +180,24 @@ class PageTable:
         found = self._states.find(bytes((SPARE,)) * count)
         return range(found, found + count) if found >= 0 else None
 
-    def check_unused(self, pages: range) -> None:
-        """Raise `AlreadyMapped` unless all of them are free or spare, and `Offloaded` for an offloaded page."""
-        taken = self._states[pages.start : pages.stop].lstrip(_AVAILABLE)
-        if taken:
-            page = min(pages.stop, len(self._states)) - len(taken)
+    def unbacked(self, pages: range) -> list[range]:
+        """Return those of unused pages that are free, as runs: the others are spare.
+
+        Raises `AlreadyMapped` unless all of them are free or spare, and `Offloaded` for an offloaded page.
+        """
+        first, states = pages.start, self._states[pages.start : pages.stop]
+        if taken := states.lstrip(_AVAILABLE):
+            page = first + len(states) - len(taken)
             self._check_not_offloaded(page)
             by = "is being changed by another call" if taken[0] & _PENDING else "is mapped already"
             raise AlreadyMapped(f"the page at offset {page * self.page_size} {by}")
+        found = []
+        for run in _FREE_RUN.finditer(states.ljust(len(pages), bytes((FREE,)))):
+            found.append(range(first + run.start(), first + run.end()))
+        return found
 
-    def check_free(self, pages: range) -> None:
-        """Raise `AlreadyMapped` unless none of them has memory."""
-        self.check_unused(pages)
+    def check_not_spare(self, pages: range) -> None:
+        """Raise `AlreadyMapped` if one of them is spare."""
         for spare in self.spare_runs(pages):
             raise AlreadyMapped(f"the page at offset {spare.start * self.page_size} is spare: trim() releases it")
 
@@ -233,9 +230,9 @@ class PageTable:
                 found.append(run)
         return found
 
-    def claimed_runs(self, state: int, runs: Iterable[range]) -> list[range]:
-        """Return those of the claimed pages in `runs` that are in `state`, as runs."""
-        return [run for pages in runs for run, other, _ in self.runs(pages) if other == state]
+    def claimed_runs(self, state: int, pages: range) -> list[range]:
+        """Return those of claimed pages that are in `state`, as runs."""
+        return [run for run, other, _ in self.runs(pages) if other == state]
 
     def _check_not_offloaded(self, page: int) -> None:
         if page < len(self._states) and self._states[page] == OFFLOADED:

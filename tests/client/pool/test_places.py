@@ -128,10 +128,10 @@ def test_a_refusal_names_the_page_and_what_is_with_it() -> None:
         table.release([pages])
     table.claim(range(3, 5), [])
     for check, first, error, what in (
-        (table.check_unused, 1, AlreadyMapped, f"offset {PAGE} is mapped already"),
-        (table.check_unused, 2, Offloaded, f"offset {2 * PAGE} is offloaded"),
-        (table.check_unused, 3, AlreadyMapped, f"offset {3 * PAGE} is being changed"),
-        (table.check_unused, 5, AlreadyMapped, f"offset {6 * PAGE} is mapped already"),
+        (table.unbacked, 1, AlreadyMapped, f"offset {PAGE} is mapped already"),
+        (table.unbacked, 2, Offloaded, f"offset {2 * PAGE} is offloaded"),
+        (table.unbacked, 3, AlreadyMapped, f"offset {3 * PAGE} is being changed"),
+        (table.unbacked, 5, AlreadyMapped, f"offset {6 * PAGE} is mapped already"),
         (table.check_used, 0, Offloaded, f"offset {2 * PAGE} is offloaded"),
         (table.check_allocated, 0, NotMapped, f"offset {3 * PAGE} is being changed"),
         (table.check_used, 4, NotMapped, f"offset {4 * PAGE} is being changed"),
@@ -153,7 +153,7 @@ def test_the_table_against_a_plain_one(seed: int | None) -> None:
     choose, table = random.Random(seed), PageTable(40, PAGE)
     states, claimed = dict.fromkeys(range(40), FREE), set()
 
-    def refused(check: Callable[[range], None], pages: range, error: type[Exception]) -> bool:
+    def refused(check: Callable[[range], object], pages: range, error: type[Exception]) -> bool:
         try:
             check(pages)
         except error:
@@ -164,18 +164,18 @@ def test_the_table_against_a_plain_one(seed: int | None) -> None:
         first = choose.randrange(40)
         pages = range(first, min(40, first + choose.randint(1, 5)))
         kinds, busy = {states[page] for page in pages}, not claimed.isdisjoint(pages)
-        assert refused(table.check_unused, pages, AlreadyMapped) == (busy or USED in kinds)
+        assert refused(table.unbacked, pages, AlreadyMapped) == (busy or USED in kinds)
         assert refused(table.check_used, pages, NotMapped) == (busy or kinds != {USED})
         if not busy and kinds <= {FREE, SPARE} and choose.random() < 0.5:
             if kinds == {SPARE} and choose.random() < 0.5:
                 assert table.take_spare(pages)
                 states.update(dict.fromkeys(pages, USED))
             else:
-                table.claim(pages, [])
-                claimed.update(pages)
-                assert [page for run in table.unbacked([pages]) for page in run] == [
+                assert [page for run in table.unbacked(pages) for page in run] == [
                     page for page in pages if states[page] == FREE
                 ]
+                table.claim(pages, [])
+                claimed.update(pages)
                 if choose.random() < 0.8:
                     state = choose.choice((USED, SPARE))
                     table.set(pages, state)
