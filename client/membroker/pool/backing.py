@@ -77,7 +77,8 @@ class Backing:
         # How often pages were kept as spare pages, and how often before the last wait for the device.
         self._keeps = 0
         self._clean_keeps = 0
-        self._is_never_busy = source.driver.device.driver == "host"
+        self._driver = source.driver  # while the memory is there, its source has a driver
+        self._is_never_busy = self._driver.device.driver == "host"
         self._ahead = ahead
         if ahead is not None:
             try:
@@ -427,7 +428,7 @@ class Backing:
                     self.claims.check_idle(run, despite_views=despite_views)
                 self.claims.claim(operation, runs)
             if runs:
-                self._source.driver.synchronize()
+                self._driver.synchronize()
             copied = self._offloaded.offload(runs, segment, progress)
         self.trim(pages)
         return copied
@@ -459,7 +460,7 @@ class Backing:
         """Wait once, unmap claimed pages, and release their extents."""
         if after is None:
             keeps = self._keeps
-            self._source.driver.synchronize()
+            self._driver.synchronize()
             self._clean_keeps = max(self._clean_keeps, keeps)
         else:
             after.synchronize()
@@ -486,7 +487,7 @@ class Backing:
                     self._table.check_used(pages)
                 self.claims.claim(operation, [pages])
             if lowered:
-                self._source.driver.synchronize()
+                self._driver.synchronize()
             self.holding.region.protect(access, *self._bytes(pages))
             with self._lock:
                 self._table.restrict(pages, access)
