@@ -1,8 +1,8 @@
 """`HostDriver`: a device made of host memory. Extents are memfds, addresses are mmaps, the rules are CUDA's.
 
-Owns the driver's handles and the figures of its device; `process` has the addresses, which all host drivers share. It
-enforces in code what CUDA enforces in its driver, so that a program that works here works on a GPU. It must never be
-more lenient than a GPU: no sub-range maps, no partial unmaps, no second export of an imported extent, no
+Owns the driver's handles and the figures of its device; `addresses` has those of the process, which all host drivers
+share. It enforces in code what CUDA enforces in its driver, so that a program that works here works on a GPU. It must
+never be more lenient than a GPU: no sub-range maps, no partial unmaps, no second export of an imported extent, no
 overcommitment.
 """
 
@@ -25,7 +25,7 @@ from ..driver import AccessFlags, Copier, DeviceInfo, DriverError, DriverOutOfMe
 from ..errno import driver_call, invalid
 from ..sizes import GIB, MAX_BYTES, MIB, is_power_of_two
 from . import extents
-from .process import HostProcess
+from .addresses import HostProcess
 from .watch import ExtentWatch
 
 GRANULARITY = 2 * MIB
