@@ -24,14 +24,14 @@ class MappingBudget:
     def __init__(self) -> None:
         self._left = 0
 
-    def spend(self, call: str) -> None:
-        """Take one mapping from the budget; raise `DriverLimit` if `call` would come too close to the limit."""
-        if self._left <= 0:
+    def spend(self, call: str, count: int = 1) -> None:
+        """Take mappings from the budget; raise `DriverLimit` if `call` would come too close to the limit."""
+        if self._left < count:
             # A mapping in the middle of a reservation splits it, which costs two kernel mappings.
             self._left = (mapping_limit() - MARGIN - mapping_count()) // 2
-        if self._left <= 0:
+        if self._left < count:
             raise DriverLimit(call, "ENOMEM", errno.ENOMEM, limit_hint())
-        self._left -= 1
+        self._left -= count
 
 
 def mapping_limit() -> int:

@@ -221,17 +221,17 @@ class HostProcess:
 
     def map(self, address: int, descriptors: Sequence[int], size: int, ordinal: int, access: AccessFlags) -> None:
         """Map extents side by side."""
-        count, protection, call = len(descriptors), _PROTECTIONS[access], "mmap"
+        count, protection, call = len(descriptors), _PROTECTIONS[access], "open"
+        for descriptor in descriptors:
+            extents.check(descriptor, size)
         with self.lock:
             self.addresses.check_free(address, size * count, "mmap")
             try:
+                self.budget.spend("mmap", count)  # it reads files in /proc now and then
+                call = "mmap"
                 # Before they are mapped: what Ctrl-C leaves here can be unmapped.
                 self.addresses.add_mappings(address, size, count, {ordinal: access})
                 for number, descriptor in enumerate(descriptors):
-                    extents.check(descriptor, size)
-                    call = "open"  # it reads files in /proc now and then
-                    self.budget.spend("mmap")
-                    call = "mmap"
                     _libc.mmap_file(address + number * size, size, descriptor, protection)
             except BaseException as error:
                 _libc.mmap_nothing(size * count, address)

@@ -137,8 +137,7 @@ class HostDriver:
     ) -> None:
         """Map the memfds behind `descriptors` side by side from `address` on."""
         self._check_usable("mmap")
-        _check_granules(size, "mmap")
-        _check_address(address)
+        _check_granules(size, "mmap", address)
         if not descriptors:
             raise invalid("mmap", "0 bytes are not a range")
         imports.mark()
@@ -188,7 +187,7 @@ class HostDriver:
     def map(self, address: int, handle: Handle) -> None:
         """Map the extent at `address`; no device has access until `set_access`."""
         self._check_usable("mmap")
-        _check_address(address)
+        _check_granules(handle.size, "mmap", address)
         with self._lock:
             extent = self._extent(handle, "mmap")
             self._process.map(address, [extent.descriptor], handle.size, self._ordinal, AccessFlags.NONE)
@@ -376,14 +375,11 @@ class HostDriver:
         return extent
 
 
-def _check_address(address: int) -> None:
-    if address % GRANULARITY:
-        raise invalid("mmap", f"{address:#x} is not a multiple of {GRANULARITY} bytes")
-
-
-def _check_granules(size: int, call: str) -> None:
+def _check_granules(size: int, call: str, address: int = 0) -> None:
     if not 0 < size <= MAX_BYTES or size % GRANULARITY:
         raise invalid(call, f"a size is a positive multiple of {GRANULARITY} bytes, not {size}")
+    if address % GRANULARITY:
+        raise invalid(call, f"{address:#x} is not a multiple of {GRANULARITY} bytes")
 
 
 def _check_move(address: int, new_address: int, size: int, count: int) -> None:
