@@ -71,21 +71,21 @@ class Call:
     memory; None: as its rules say.
     """
 
-    __slots__ = (
-        *(
-            "answer",
-            "by_grpc",
-            "cancel_by_grpc",
-            "deadline",
-            "expected",
-            "extent_bytes",
-            "extent_ids",
-            "inbox",
-            "keep",
-            "kind",
-        ),
-        *("line", "needs_place", "note", "outcome", "placement", "request", "request_id", "segment", "sent", "state"),
-    )
+    state: str = "new"
+    by_grpc: bool = False
+    cancel_by_grpc: Callable[[], object] | None = None
+    extent_bytes: int = 0
+    """Of all extents together."""
+    segment: int = 0
+    outcome: Outcome | None = None
+    expected: int = 0
+    """How many extents must arrive before it is over. Only an answer by gRPC sets it: on the handoff socket every
+    delivery precedes the answer."""
+    keep: bool = False
+    """The placement could not unmap what it took, so that is still held."""
+    sent: bool = False
+    """Whether the broker may have heard of it, and has to answer."""
+    line: Hashable = None
 
     def __init__(
         self,
@@ -96,36 +96,20 @@ class Call:
         patient: bool | None = None,
         note: Callable[[], None] | None = None,
     ) -> None:
-        kind = str(frame.WhichOneof("kind"))
-        self.state: str = "new"
-        self.kind: str = kind
+        self.kind: str = str(frame.WhichOneof("kind"))
         self.request_id: int = frame.request_id
         self.request: broker_pb2.AllocateExtentsRequest = frame.allocate
-        self.answer: str = _ANSWERS.get(kind, kind)
+        self.answer: str = _ANSWERS.get(self.kind, self.kind)
         self.placement: Placement | None = placement
         self.deadline: float | None = deadline
         self.note: Callable[[], None] | None = note
         self.inbox: deque[Packet] = deque()
         self.extent_ids: list[int] = []
-        self.extent_bytes = 0
-        """Of all extents together."""
-        self.segment = 0
-        self.outcome: Outcome | None = None
-        self.expected = 0
-        """How many extents must arrive before it is over. Only an answer by gRPC sets it: on the handoff socket every
-        delivery precedes the answer."""
-        self.by_grpc: bool = False
-        self.cancel_by_grpc: Callable[[], object] | None = None
-        self.keep = False
-        """The placement could not unmap what it took, so that is still held."""
-        self.sent: bool = False
-        """Whether the broker may have heard of it, and has to answer."""
-        self.needs_place: bool = patient is not None or kind in _BRINGING
-        self.line: Hashable = None
+        self.needs_place: bool = patient is not None or self.kind in _BRINGING
         # What is borrowed ahead of need never waits.
         if self.needs_place and (not self.request.ahead if patient is None else patient):
-            asked = getattr(frame, kind)
-            self.line = asked.name if kind == "attach_segment" else (asked.model, asked.location)
+            asked = getattr(frame, self.kind)
+            self.line = asked.name if self.kind == "attach_segment" else (asked.model, asked.location)
 
 
 class Calls:
