@@ -15,7 +15,7 @@ import membroker
 
 PAGE = 2 * MIB
 ROUNDS = 5
-MOST_CALLS = {"allocate": 104, "release": 56}
+MOST_CALLS = {"allocate": 104, "release": 54}
 
 
 def test_a_page_that_is_ready_takes_at_most_so_many_calls(

@@ -8,6 +8,8 @@ was not made. A call goes out in packets of 64 extents, at most 128 extents of a
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
@@ -23,6 +25,7 @@ from .stock import WarmPool
 from .traffic import CallInFlight, Traffic
 from .waiting import Waiting
 
+_extent_bytes = attrgetter("extent_bytes")
 _NOT_SENT = "it acknowledged a packet that it was not sent"
 
 
@@ -329,8 +332,8 @@ class Lending:
             self._books.answer(event.call, denied)
             return
         extents = self._books.ledger.sessions[event.session].extents
-        loans = [extents[extent] for extent in event.ids]
-        size = sum([loan.extent_bytes for loan in loans])
+        loans = list(map(extents.__getitem__, event.ids))  # a release may have thousands
+        size = sum(map(_extent_bytes, loans))
         self._books.record(ft.Credited(event.session, event.ids, "released"))
         if self._books.recallable.recalls:
             self._recalls.released(event.session, loans, now)
