@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from google.rpc.status_pb2 import Status
 from tests.support import raw
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
+from tests.support.lingering import pass_lingering
 from tests.support.raw import Connection, Session, reason
 from tests.support.scene import CONFIG, PAGE, Scene
 
@@ -85,6 +86,61 @@ def test_descriptors_unasked_are_never_installed(scene: Scene, unmoved: Callable
                 assert last is not None
                 assert reason(last) == "PROTOCOL_VIOLATION"
     until(lambda: scene.daemon.descriptors() <= before)
+
+
+PLACES: dict[str, Callable[[Daemon], None]] = {
+    "before the Hello": lambda daemon: _passes(daemon),
+    "behind a packet of 0 bytes": lambda daemon: _passes(daemon, b""),
+    "unread behind garbage": lambda daemon: _passes(daemon, b"\xff" * 40),
+    "in a session": lambda daemon: _passes_in_session(daemon),
+    "at the gRPC socket": lambda daemon: _passes_at_grpc(daemon),
+    "on the socket of notices": lambda daemon: _passes_on_notices(daemon),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_socket_that_lingers_holds_nobody_up(place: str, scene: Scene) -> None:
+    """A thread that reads the last descriptor of such a socket, or closes what has it unread, waits for an hour.
+
+    The daemon stands still until this process has closed its own descriptor.
+    """
+    before = scene.daemon.descriptors()
+    for _ in range(3):
+        PLACES[place](scene.daemon)
+        with Session(scene.daemon.endpoint("blue")) as other:
+            other.release(other.borrow(other.register("m"), PAGE))
+    until(lambda: scene.daemon.descriptors() <= before)
+
+
+def _passes(daemon: Daemon, *packets: bytes) -> None:
+    """Send packets, then a Hello with a socket that lingers, and leave."""
+    with hold_still(daemon), Connection(daemon.endpoint("red")) as connection:
+        for data in packets:
+            connection.send_bytes(data)
+        pass_lingering(connection.sock, raw.hello().SerializeToString())
+
+
+def _passes_in_session(daemon: Daemon) -> None:
+    """Its connection ends, and the session goes on."""
+    with Session(daemon.endpoint("red")) as session:
+        with hold_still(daemon):
+            pass_lingering(session.sock, raw.hello().SerializeToString())
+        last = session.last_words()
+        assert last is not None
+        assert reason(last) == "PROTOCOL_VIOLATION"
+        session.resume()
+
+
+def _passes_at_grpc(daemon: Daemon) -> None:
+    with hold_still(daemon), socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(daemon.endpoint("red") / "grpc.sock"))
+        pass_lingering(sock, b"PRI * HTTP/2.0")
+
+
+def _passes_on_notices(daemon: Daemon) -> None:
+    """The broker reads nothing there, and its end takes nothing."""
+    with Session(daemon.endpoint("red")) as session, pytest.raises(BrokenPipeError):
+        pass_lingering(session.notices, b"x")
 
 
 # --- After a Hello: each of these ends the connection, and the session stays charged until its process ends ---

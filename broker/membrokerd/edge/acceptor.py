@@ -10,6 +10,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from membroker.wire.system_calls import describe
@@ -18,9 +19,10 @@ from ..core.denied import Reason
 from ..system import logs
 from ..system.process import call_failed
 from ..system.turns import Turns
+from .closing import SocketCloser
 
 PAUSE_SECONDS = 0.1
-"""How long to wait before accepting again when the process has no descriptor left."""
+"""How long to wait before accepting again when the process has no descriptor left, or too many connections close."""
 REFUSED_LINE_SECONDS = 1.0
 
 
@@ -45,7 +47,10 @@ class Refusals:
 
 
 class Acceptor:
-    """Accepts at a listening socket, and owns it. `accepted` gets each connection, and owns that."""
+    """Accepts at a listening socket, and owns it. `accepted` gets each connection, and owns that.
+
+    Its owner ends it with `hang_up`.
+    """
 
     def __init__(
         self, sock: socket.socket, turns: Turns, refusals: Refusals, accepted: Callable[[socket.socket], None]
@@ -54,6 +59,8 @@ class Acceptor:
         self._turns = turns
         self._refusals = refusals
         self._accepted = accepted
+        self._closing = SocketCloser()
+        self.hang_up = self._closing.hang_up
         self._io = asyncio.get_running_loop()
         self._io.add_reader(sock, self._acceptable)
 
@@ -62,8 +69,11 @@ class Acceptor:
         self._turns.put(self._refusals.endpoint, self._accept_one)
 
     def _accept_one(self) -> bool:
-        """Accept a connection. Return False when none is waiting, or no descriptor is left."""
+        """Accept a connection. Return False when none is waiting, or no more can be accepted for now."""
         if self._sock.fileno() < 0:
+            return False
+        if self._closing.is_crowded:
+            self._pause()
             return False
         try:
             connection, _ = self._sock.accept()
@@ -71,18 +81,25 @@ class Acceptor:
             return False
         except OSError as error:
             self._refusals.note(call_failed("accept4", error).reason, error=describe("accept4", error))
-            self._io.remove_reader(self._sock)
-            self._io.call_later(PAUSE_SECONDS, self._resume)
+            self._pause()
             return False
         connection.setblocking(False)
         self._accepted(connection)
         return True
+
+    def _pause(self) -> None:
+        self._io.remove_reader(self._sock)
+        self._io.call_later(PAUSE_SECONDS, self._resume)
 
     def _resume(self) -> None:
         if self._sock.fileno() >= 0:
             self._io.add_reader(self._sock, self._acceptable)
 
     def close(self) -> None:
-        """Accept no more."""
+        """Accept no more, and close what was not accepted yet: its peers may have sent something already."""
         self._io.remove_reader(self._sock)
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD)
+            while True:
+                self.hang_up(self._sock.accept()[0])
         self._sock.close()

@@ -17,6 +17,7 @@ from .names import MAX_DESCRIPTORS
 
 # Plain ints: each operation on the enum of the socket module costs as much as a system call.
 _CLOEXEC, _NOSIGNAL = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL)
+_PEEK, _CTRUNC = int(socket.MSG_PEEK), int(socket.MSG_CTRUNC)
 _DESCRIPTOR = array.array("i").itemsize
 _CONTROL_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR)
 _CREDENTIALS = struct.Struct("iII")
@@ -52,6 +53,20 @@ def receive(connection: socket.socket, max_bytes: int) -> tuple[bytes, list[int]
         for _, control, _, _ in received:
             close_all(_descriptors_in(control))
         raise
+
+
+def carries_descriptors(connection: socket.socket) -> bool:
+    """Say whether the next packet carries descriptors; it stays unread. Raises what `recvmsg` raises.
+
+    To read it without a control buffer may take long: the kernel lets go of the descriptors then.
+    """
+    return bool(connection.recvmsg(0, 0, _PEEK)[2] & _CTRUNC)
+
+
+def peek(connection: socket.socket, max_bytes: int) -> bytes | None:
+    """Return what comes next on a stream, which stays unread; None: it carries descriptors."""
+    data, _, flags, _ = connection.recvmsg(max_bytes, 0, _PEEK)
+    return None if flags & _CTRUNC else data
 
 
 def _descriptors_in(control: list[tuple[int, int, bytes]]) -> list[int]:

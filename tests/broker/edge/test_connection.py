@@ -104,7 +104,7 @@ class Lender:
         pidfd, self._alive = os.pipe()
         peer = Peer(1, 0, pidfd, "pid:1")
         self.connection = HandoffConnection(
-            cast(HandoffEndpoint, endpoint), self.ours, peer, lambda _: None, lambda _: None
+            cast(HandoffEndpoint, endpoint), self.ours, peer, socket.socket.close, lambda _: None, lambda _: None
         )
 
     def _watch(self, session: int, pidfd: int, pid: int) -> None:

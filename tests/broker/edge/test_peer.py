@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from membroker.wire import ownership
 from membrokerd.core.denied import Reason
 from membrokerd.edge.convert import Refused
 from membrokerd.edge.handoff import peer as module
-from membrokerd.edge.handoff.peer import attest, hang_up
+from membrokerd.edge.handoff.peer import attest
 from membrokerd.system import process as process_module
 
 NOBODY: frozenset[int] = frozenset()
@@ -216,19 +215,6 @@ def test_the_start_time_of_a_process_with_a_name_like_a_field() -> None:
         assert its >= own
         process.communicate(b"\n")
     assert process_module.start_time(process.pid) is None
-
-
-def test_hanging_up_lets_the_last_word_be_read() -> None:
-    """Unread bytes would make the peer's next read fail before it sees our answer."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setblocking(False)
-    with closing(theirs):
-        for _ in range(5):
-            theirs.send(b"unread")
-        ours.send(b"the answer")
-        hang_up(ours)
-        assert theirs.recv(100) == b"the answer"
-        assert theirs.recv(100) == b""
 
 
 def test_processes_that_cannot_be_told_apart_do_not_count_as_one(

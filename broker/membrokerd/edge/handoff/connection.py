@@ -38,7 +38,7 @@ from ..messages import LOCATION_NUMBERS
 from .endpoint import HandoffEndpoint
 from .holds import Holds
 from .outbox import Outbox
-from .peer import Peer, hang_up
+from .peer import Peer
 
 LINGER_SECONDS = 5.0
 """How long the last answer of a connection may wait for a peer that does not read."""
@@ -66,10 +66,12 @@ class HandoffConnection:
         endpoint: HandoffEndpoint,
         sock: socket.socket,
         peer: Peer,
+        hang_up: Callable[[socket.socket], None],
         on_greeted: Callable[[HandoffConnection], None],
         on_ended: Callable[[HandoffConnection], None],
     ) -> None:
         self._endpoint = endpoint
+        self._hang_up = hang_up
         self._on_greeted = on_greeted
         self._on_ended = on_ended
         self._dispatcher = endpoint.dispatcher
@@ -253,6 +255,7 @@ class HandoffConnection:
         """Send the Welcome with one end of the socket of notices, and keep the other."""
         self._notices, theirs = pair
         self._notices.setblocking(False)
+        self._notices.shutdown(socket.SHUT_RD)  # what the peer sent there would be let go of here at the end
         self._send(frame, [theirs.detach()])
 
     def pause(self) -> None:
@@ -377,7 +380,7 @@ class HandoffConnection:
         self._handshake.end()
         self._io.remove_reader(self._sock)
         self._outbox.stop()
-        hang_up(self._sock)
+        self._hang_up(self._sock)
         if self._notices is not None:
             self._notices.close()
         self._drop_all()

@@ -18,7 +18,7 @@ from ..convert import Refused
 from ..errors import to_status
 from .connection import HandoffConnection
 from .endpoint import HandoffEndpoint
-from .peer import attest, hang_up
+from .peer import attest
 
 MAX_SILENT = 64
 """Connections of one endpoint that have not said Hello. The oldest makes room for the newest."""
@@ -54,9 +54,11 @@ class Listener:
             return
         except OSError as error:
             logs.log("the kernel does not identify the peer", endpoint=self._endpoint.name, error=error.strerror)
-            sock.close()
+            self._acceptor.hang_up(sock)
             return
-        connection = HandoffConnection(self._endpoint, sock, peer, self._on_greeted, self._on_ended)
+        connection = HandoffConnection(
+            self._endpoint, sock, peer, self._acceptor.hang_up, self._on_greeted, self._on_ended
+        )
         self._silent[connection] = self._io.call_later(HELLO_SECONDS, self._give_up, connection, "it sent no Hello")
         if len(self._silent) > MAX_SILENT:
             self._give_up(next(iter(self._silent)), "too many connections sent no Hello")
@@ -74,7 +76,7 @@ class Listener:
             handoff.send(sock, handoff.encode(reply))
         except OSError:
             logs.debug("a refused peer left before it got the answer", endpoint=self._endpoint.name)
-        hang_up(sock)
+        self._acceptor.hang_up(sock)
 
     # --- what connections report ---
 

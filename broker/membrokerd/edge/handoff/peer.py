@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-from contextlib import suppress
 from dataclasses import dataclass
 
 from membroker.wire.descriptors import peer_of
@@ -20,7 +19,6 @@ from ...system.process import NO_DESCRIPTOR, call_failed, identity_of, start_tim
 from ..convert import Refused
 
 _SO_PEERPIDFD = getattr(socket, "SO_PEERPIDFD", 77)
-_DRAINED_PACKETS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +61,6 @@ def attest(connection: socket.socket, uids: frozenset[int]) -> Peer:
         os.close(pidfd)
         raise Refused(deny(Reason.PEER_UNKNOWN, what="it died before it was greeted"))
     return peer
-
-
-def hang_up(connection: socket.socket) -> None:
-    """Close a peer's socket so that it can still read the last frame.
-
-    Closing with packets unread makes the peer's next read fail with ECONNRESET, before the answer that is queued
-    for it. So what it sent is taken first, as far as is reasonable, and dropped.
-    """
-    with suppress(OSError):
-        for _ in range(_DRAINED_PACKETS):
-            if not connection.recv(1):
-                break
-    connection.close()
 
 
 def _identify(connection: socket.socket, pid: int) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from membroker.wire.descriptors import peer_of
+from membroker.wire.descriptors import peek, peer_of
 from membroker.wire.system_calls import describe
 
 from ...core.denied import Reason
@@ -65,19 +65,21 @@ class Proxy:
             pid, uid = peer_of(peer)
             tenant = self._tenant_of(uid)
             if not self._make_room(tenant):
-                peer.close()
+                self._acceptor.hang_up(peer)
                 return
             server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
             if self._announces:
                 announce(server, pid, uid)
             server.connect(os.fspath(self._server))
         except OSError as error:
-            peer.close()
+            self._acceptor.hang_up(peer)
             if server is not None:
                 server.close()
             self._refusals.note(call_failed("connect", error).reason, error=describe("connect", error))
             return
-        connection = ProxiedConnection(peer, server, tenant, self._turns, self._refusals, self._connections.pop)
+        connection = ProxiedConnection(
+            peer, server, tenant, self._turns, self._refusals, self._acceptor.hang_up, self._connections.pop
+        )
         self._connections[connection] = tenant
 
     def _make_room(self, tenant: str) -> bool:
@@ -108,6 +110,7 @@ class ProxiedConnection:
         tenant: str,
         turns: Turns,
         refusals: Refusals,
+        hang_up: Callable[[socket.socket], None],
         on_ended: Callable[[ProxiedConnection], object],
     ) -> None:
         self._peer = peer
@@ -115,6 +118,7 @@ class ProxiedConnection:
         self._tenant = tenant
         self._turns = turns
         self._refusals = refusals
+        self._hang_up = hang_up
         self._on_ended = on_ended
         self._frames = FrameReader()
         self._unsent: dict[socket.socket, bytes] = {}
@@ -134,7 +138,13 @@ class ProxiedConnection:
         if source.fileno() < 0 or sink in self._unsent or (source is self._peer and self._unsent):
             return False
         try:
-            data = source.recv(READ_BYTES)
+            if source is self._peer:
+                data = peek(source, READ_BYTES)
+                if data is None:
+                    raise BrokenStream("the peer passes descriptors")
+                source.recv(len(data))
+            else:
+                data = source.recv(READ_BYTES)
             if not data:
                 self.close()
             elif ready := self._frames.take(data) if source is self._peer else data:
@@ -187,6 +197,7 @@ class ProxiedConnection:
         for sock in (self._peer, self._server):
             self._io.remove_reader(sock)
             self._io.remove_writer(sock)
-            sock.close()
+        self._hang_up(self._peer)
+        self._server.close()
         self._work.clear()  # what is there refers to this object: see `spare_collections`
         self._on_ended(self)

@@ -1,0 +1,150 @@
+"""How peers' sockets are closed: the last answer is heard, and nobody waits for what was passed and never taken."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+import threading
+from contextlib import closing
+
+import pytest
+from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.lingering import pass_lingering
+
+from membroker.wire.descriptors import send
+from membrokerd.edge.closing import MOST_WAITING, SocketCloser
+
+KINDS = [socket.SOCK_SEQPACKET, socket.SOCK_STREAM]
+
+
+def pair(kind: int = socket.SOCK_SEQPACKET) -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    ours.setblocking(False)
+    theirs.settimeout(DEADLINE_SECONDS)
+    return ours, theirs
+
+
+async def until_threads(count: int) -> None:
+    """Wait until there are so many threads, because those that close are done."""
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while threading.active_count() > count:
+            await asyncio.sleep(0.001)
+
+
+def test_hanging_up_lets_the_last_word_be_read() -> None:
+    """Unread bytes would make the peer's next read fail before it sees our answer."""
+
+    async def scene() -> None:
+        ours, theirs = pair()
+        with closing(theirs):
+            for _ in range(5):
+                theirs.send(b"unread")
+            ours.send(b"the answer")
+            SocketCloser().hang_up(ours)
+            assert ours.fileno() == -1
+            assert theirs.recv(100) == b"the answer"
+            assert theirs.recv(100) == b""
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_peer_that_is_gone_needs_no_thread(kind: int) -> None:
+    """It left our answer unread, so the first call on our end fails with ECONNRESET."""
+
+    async def scene() -> None:
+        ours, theirs = pair(kind)
+        theirs.send(b"a request")
+        ours.send(b"the answer")
+        theirs.close()
+        SocketCloser().hang_up(ours)
+        assert ours.fileno() == -1
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("before", [[], [b"a frame"], [b""], [b""] * 9], ids=str)
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_what_lingers_is_closed_on_a_thread(before: list[bytes], *, is_gone: bool) -> None:
+    """Also behind a packet of 0 bytes, which is read like the end of the connection; and all of it is closed."""
+
+    async def scene() -> None:
+        ours, theirs = pair()
+        for data in before:
+            theirs.send(data)
+        pass_lingering(theirs, b"x")
+        if is_gone:
+            ours.send(b"never read")
+            theirs.close()
+        threads = threading.active_count()
+        SocketCloser().hang_up(ours)
+        assert threading.active_count() == threads + 1
+        await until_threads(threads)
+        theirs.close()
+
+    asyncio.run(scene())
+
+
+def test_what_lingers_in_a_stream_is_closed_on_a_thread() -> None:
+    async def scene() -> None:
+        ours, theirs = pair(socket.SOCK_STREAM)
+        theirs.send(b"bytes")
+        pass_lingering(theirs, b"x")
+        threads = threading.active_count()
+        SocketCloser().hang_up(ours)
+        assert threading.active_count() == threads + 1
+        await until_threads(threads)
+        theirs.close()
+
+    asyncio.run(scene())
+
+
+def test_many_that_linger_have_one_thread() -> None:
+    """It is interrupted for each, and all are closed. Many are a crowd: the endpoint accepts no more then."""
+
+    async def scene() -> None:
+        endpoint, threads = SocketCloser(), threading.active_count()
+        pairs = [pair() for _ in range(MOST_WAITING + 1)]
+        for ours, theirs in pairs:
+            pass_lingering(theirs, b"x")
+            assert not endpoint.is_crowded
+            endpoint.hang_up(ours)
+        assert endpoint.is_crowded
+        assert threading.active_count() == threads + 1
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while any(ours.fileno() >= 0 for ours, _ in pairs):
+                await asyncio.sleep(0.001)
+        assert not endpoint.is_crowded
+        await until_threads(threads)
+        for _, theirs in pairs:
+            theirs.close()
+
+    asyncio.run(scene())
+
+
+def test_without_a_new_thread_it_is_closed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may have as many threads as it can. The event loop does not wait instead."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def scene() -> None:
+        ours, theirs = pair()
+        reader, writer = os.pipe()
+        send(theirs, b"x", [writer])
+        os.close(writer)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            SocketCloser().hang_up(ours)
+        assert ours.fileno() >= 0
+        os.set_blocking(reader, False)
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while not select.select([reader], [], [], 0)[0]:  # nobody has the writer any more
+                await asyncio.sleep(0.001)
+        assert os.read(reader, 1) == b""
+        os.close(reader)
+        theirs.close()
+
+    asyncio.run(scene())
