@@ -269,6 +269,11 @@ class Waiting:
                 self._books.emit(fx.DrainInputs(call))
         self.deferred.clear()
 
+    def tenant_of(self, call: int) -> str:
+        """Return the tenant of a call that waits; "" if it waits no more."""
+        request = self._waiters.get(call)
+        return request.name.tenant if request is not None else ""
+
     # --- a wait ends ---
 
     def inputs_drained(self, call: int, now: int) -> None:

@@ -1,7 +1,8 @@
 """Deferrals: before the core refuses a call for lack of room, everything that connections have queued is read.
 
 A release that was sent before the request may be among it. So the core defers such a call, and decides it when all is
-read that was queued then. Owns how long a call waits for that, and decides nothing about it.
+read that was queued then. Owns how long a call waits for that, and decides nothing about it. Tenants take turns, as a
+decision may divide all memory, and a tenant may have thousands of calls here.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ..system.tenant_queues import TenantQueues
 from ..system.turns import PORTION_SECONDS
 from .connections import SessionConnection
 
@@ -32,7 +34,7 @@ class _Batch:
     They wait no longer once `time.thread_time` has reached `until` and turn number `last` has begun.
     """
 
-    calls: deque[int]
+    calls: list[tuple[str, int]]
     until: float
     last: int
     unread: list[tuple[SessionConnection, int]]
@@ -46,22 +48,29 @@ class _Batch:
 
 
 class Deferrals:
-    """The calls that wait. `decide` is told of each, once; `connections` returns all that there are."""
+    """The calls that wait. `decide` is told of each, once; `connections` returns all that there are.
 
-    def __init__(self, decide: Callable[[int], None], connections: Callable[[], Iterable[SessionConnection]]) -> None:
+    Calls of `first` are decided before those of all tenants.
+    """
+
+    def __init__(
+        self, decide: Callable[[int], None], connections: Callable[[], Iterable[SessionConnection]], first: str
+    ) -> None:
         self._decide = decide
         self._connections = connections
         self._io = asyncio.get_running_loop()
-        self._new: deque[int] = deque()
-        """The calls that were deferred in this turn."""
+        self._new: list[tuple[str, int]] = []
+        """The calls that were deferred in this turn, each with its tenant."""
         self._turn = 0
         """How many turns have begun in which calls waited."""
         self._batches: deque[_Batch] = deque()
+        self._heard: TenantQueues[int] = TenantQueues(first)
+        """The calls that have waited long enough."""
         self._scheduled = False
 
-    def add(self, call: int) -> None:
-        """Defer a call."""
-        self._new.append(call)
+    def add(self, tenant: str, call: int) -> None:
+        """Defer a call of a tenant."""
+        self._new.append((tenant, call))
         self._schedule()
 
     def _schedule(self) -> None:
@@ -84,18 +93,22 @@ class Deferrals:
                 if (queued := connection.queued())
             ]
             self._batches.append(_Batch(self._new, now + HEARING_SECONDS, self._turn + HEARING_TURNS, unread))
-            self._new = deque()
+            self._new = []
+        while self._batches:
+            first = self._batches[0]
+            if (now < first.until or self._turn < first.last) and not first.is_heard():
+                break
+            for tenant, call in self._batches.popleft().calls:
+                self._heard.put(tenant, call)
         try:
-            while self._batches:
-                first = self._batches[0]
-                if (now < first.until or self._turn < first.last) and not first.is_heard():
+            while self._heard:
+                tenant, call = self._heard.take()
+                began = time.perf_counter()
+                self._decide(call)
+                decided = time.perf_counter()
+                self._heard.charge(tenant, decided - began)
+                if decided >= end:
                     break
-                calls = first.calls
-                while calls and time.perf_counter() < end:
-                    self._decide(calls.popleft())
-                if calls:
-                    break
-                self._batches.popleft()
         finally:
-            if self._batches:
+            if self._batches or self._heard:
                 self._schedule()

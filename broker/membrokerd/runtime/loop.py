@@ -20,7 +20,7 @@ from ..core.books import Step
 from ..core.denied import Denied
 from ..core.machine import Broker
 from ..core.names import LOCATIONS, Location
-from ..device.executor import Executor, Figures
+from ..device.executor import OWN, Executor, Figures
 from ..device.processes import Processes
 from ..restart.descriptor_store import Store
 from ..system import logs
@@ -87,6 +87,7 @@ class Loop:
         self.deferrals = Deferrals(
             self._read_out,
             lambda: [*self.connections.values(), *self.resuming.values()],
+            first=OWN,
         )
         self._audit_seconds = audit_seconds
         self._on_audit = on_audit
@@ -104,7 +105,7 @@ class Loop:
         packets = self.packets = Packets(broker, executor, store, self.connections, self.tell)
         self._carry_out: dict[type[fx.Effect], Callable[[Any], None]] = {
             fx.Answer: self.answer,
-            fx.DrainInputs: lambda effect: self.deferrals.add(effect.call),
+            fx.DrainInputs: lambda effect: self.deferrals.add(broker.waiting.tenant_of(effect.call), effect.call),
             fx.Waited: on_wait,
             fx.SendRecall: self._recall,
             fx.Recalled: on_recall,
@@ -226,7 +227,7 @@ class Loop:
     def _elapsed(self) -> None:
         self._deadline_timer = None
         if self._deadline:
-            self.deferrals.add(ELAPSED)
+            self.deferrals.add(OWN, ELAPSED)
         else:  # only what was left over
             self._tell_elapsed()
 
