@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import tracemalloc
 import weakref
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from tests.support.threads import together
 import membroker
 from membroker import LocalSource, VirtualMemoryPool
 from membroker.errors import AlreadyMapped, ClosedError, DeviceFailure, InvalidRequest, OutOfMemory
-from membroker.memory import local_source
+from membroker.memory import lifetime, local_source
 from membroker.memory.buffer import Buffer
 from membroker.vmm import Location
 from membroker.vmm.host.driver import HostDriver
@@ -210,6 +211,17 @@ class TestEnd:
         collect()
         until(lambda: gone() is None)
         until(lambda: threads_of_library() <= threads)
+
+    def test_a_finalizer_leaves_the_end_to_the_thread(
+        self, driver: FlakyDriver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It may have interrupted a call that has the locks. So the `close` in it returns at once."""
+        me = threading.get_ident()
+        monkeypatch.setattr(lifetime, "in_a_finalizer", lambda: threading.get_ident() == me)
+        with LocalSource(driver) as source:
+            buffer = Buffer(source, PAGE)
+            buffer.close()
+            until(lambda: source.physical_usage_bytes == used(driver) == 0)
 
     def test_a_pool_keeps_its_source(self, driver: FlakyDriver) -> None:
         pool = VirtualMemoryPool(LocalSource(driver), 64 * PAGE, PAGE)
