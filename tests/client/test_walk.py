@@ -16,7 +16,7 @@ ROUNDS = 5
 MOST_CALLS = {"allocate": 63, "free": 51}
 
 
-def test_a_page_takes_at_most_seventy_calls(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_takes_at_most_so_many_calls(capsys: pytest.CaptureFixture[str]) -> None:
     """A worker grows and shrinks its pool by a page; the last time counts."""
     with running({"host_capacity": "64MiB"}) as daemon, membroker.connect(daemon.endpoint()) as client:
         pool = client.model("m").pool(page_size=PAGE, virtual_capacity=64 * MIB)
