@@ -74,6 +74,18 @@ def states(daemon: Daemon) -> list[str]:
 # Killed
 
 
+def test_a_worker_whose_name_is_no_utf_8() -> None:
+    """It may call itself anything. It is greeted all the same, and the broker hears of its death."""
+    with running() as daemon:
+        at_start = descriptors_at_start(daemon)
+        with worker() as one:
+            one.do(r"import ctypes; ctypes.CDLL(None).prctl(15, b'\xff\xfe')")
+            borrow(one, daemon, 8 * MIB)
+            assert daemon.books().lent_bytes == 8 * MIB
+            one.kill()
+            until_clean(daemon, at_start)
+
+
 @pytest.mark.deep
 def test_a_worker_killed_at_a_step_leaves_nothing(daemon: Daemon, transport: str) -> None:
     """The kernel's out-of-memory killer does not wait for a good moment."""

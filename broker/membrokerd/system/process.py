@@ -58,10 +58,9 @@ def image_of(pid: int) -> tuple[str, ...] | None:
     exec(). Without address space randomization they may stay the same even then.
     """
     try:
-        text = Path(f"/proc/{pid}/stat").read_text() if pid > 0 else ""
+        image = tuple(_stat_of(pid)[23:26]) if pid > 0 else ()  # startcode, endcode, startstack: the fields 26 to 28
     except OSError:
         return None
-    image = tuple(text.rpartition(")")[2].split()[23:26])  # startcode, endcode, startstack: the fields 26 to 28
     return image if image and image[-1] != "0" else None
 
 
@@ -100,12 +99,16 @@ def pod_of_pid(pid: int) -> str:
 def start_time(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot (/proc/PID/stat), or None if it does not exist."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        return int(_stat_of(pid)[19])
     except OSError as error:
         if error.errno in NO_DESCRIPTOR:
             raise
         return None
-    return int(text.rpartition(")")[2].split()[19])
+
+
+def _stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third on: the second is the process's name, and may be any bytes."""
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
 
 
 @cache

@@ -202,9 +202,10 @@ def test_a_pid_that_was_taken_over_in_between_is_refused(monkeypatch: pytest.Mon
     assert descriptors() == before
 
 
-def test_the_start_time_of_a_process_with_a_name_like_a_field() -> None:
-    """A process may call itself `x) S 1 (y`: the last parenthesis counts."""
-    code = "import ctypes;ctypes.CDLL(None).prctl(15,b'a) S 1 2 3 (b');print('named',flush=True);input()"
+@pytest.mark.parametrize("name", [b"a) S 1 (2 3", b"\xff\xfe", b"\n\\ )"])
+def test_a_process_may_call_itself_anything(name: bytes) -> None:
+    """The last parenthesis of /proc/PID/stat counts, and a name need not be UTF-8."""
+    code = f"import ctypes;ctypes.CDLL(None).prctl(15,{name!r});print('named',flush=True);input()"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -213,8 +214,12 @@ def test_the_start_time_of_a_process_with_a_name_like_a_field() -> None:
         assert own is not None
         assert its is not None
         assert its >= own
+        image = process_module.image_of(process.pid)
+        assert image is not None
+        assert all(map(str.isdecimal, image))
         process.communicate(b"\n")
     assert process_module.start_time(process.pid) is None
+    assert process_module.image_of(process.pid) is None
 
 
 def test_processes_that_cannot_be_told_apart_do_not_count_as_one(
