@@ -238,6 +238,8 @@ class Client(Closing):
             deleted = self._session.delete_segment(pb.DeleteSegmentRequest(name=whole))
         except SegmentNotFound:
             newest = newest_name(self._session, whole)
+            if newest is None:
+                raise
             deleted = self._session.delete_segment(pb.DeleteSegmentRequest(name=newest))
         return messages.value(SegmentStatus, deleted)
 

@@ -82,11 +82,10 @@ def attach_newest(session: Session, name: str, timeout: float, newer_than: int |
         time.sleep(min(LOOK_SECONDS, left))
 
 
-def newest_name(session: Session, name: str) -> str:
-    """Return the resource name of the newest version that can be attached, or will be. Raises `SegmentNotFound`."""
-    if found := _versions(session, name):
-        return found[-1].name
-    raise SegmentNotFound(f"there is no segment {name}")
+def newest_name(session: Session, name: str) -> str | None:
+    """Return the resource name of the newest version that can be attached, or will be, or None."""
+    found = _versions(session, name)
+    return found[-1].name if found else None
 
 
 def _delete_older(session: Session, name: str, generation: int) -> None:

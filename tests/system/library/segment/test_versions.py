@@ -43,8 +43,9 @@ def test_a_server_reloads(client: membroker.Client, model: membroker.Model) -> N
     assert client.delete_segment("m/current").name.endswith("/current.version-2")
     with pytest.raises(membroker.SegmentNotFound):
         client.attach("current")
-    with pytest.raises(membroker.SegmentNotFound):
+    with pytest.raises(membroker.SegmentNotFound) as refused:
         client.delete_segment("current")
+    assert refused.value.reason == "SEGMENT_NOT_FOUND", "as the broker said"
 
 
 def test_the_name_is_never_without_a_segment(client: membroker.Client, model: membroker.Model) -> None:
