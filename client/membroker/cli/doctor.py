@@ -54,6 +54,7 @@ BROKER_PACKAGES = {
 Status = Literal["ok", "warn", "fail"]
 
 _NOT_THERE = "if the daemon should run: `systemctl status membrokerd`, and its log, `journalctl -u membrokerd`"
+_SILENT = "`journalctl -u membrokerd` says what it did last"
 _MAKE_ROOM = (
     "make room on the disk of its runtime directory (`df -h /run/membroker`): it then lends again by itself, and takes "
     "releases meanwhile"
@@ -115,11 +116,16 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
         ("packages", lambda: _of_daemon(check_packages(), endpoint, env)),
         ("runtime directory", lambda: _of_daemon(check_runtime_directory(env, os.geteuid()), endpoint, env)),
         ("broker", lambda: check_broker(endpoint, env)),
+    )
+    of_broker: tuple[tuple[str, Callable[[], Check]], ...] = (
         ("configuration", lambda: check_configuration(endpoint, env)),
         ("unaccounted", lambda: check_unaccounted(endpoint, env)),
         ("guarantees", lambda: check_guarantees(endpoint, env)),
     )
-    return [_look(name, look) for name, look in looks]
+    checks = [_look(name, look) for name, look in looks]
+    if checks[-1].advice == _SILENT:  # each would wait for the answer once more
+        return checks + [Check(name, "ok", "not checked: the broker does not answer") for name, _ in of_broker]
+    return checks + [_look(name, look) for name, look in of_broker]
 
 
 def _of_daemon(check: Check, endpoint: str | None, env: Mapping[str, str]) -> Check:
@@ -377,7 +383,8 @@ def check_broker(endpoint: str | None, env: Mapping[str, str]) -> Check:
     except (BrokerUnavailable, AccessDenied) as error:
         if error.reason == "JOURNAL_FULL":  # no session begins, so a tenant cannot even read the books
             return Check("broker", "fail", str(error), _MAKE_ROOM)
-        advice = _NOT_ADMITTED if isinstance(error, AccessDenied) else _NOT_THERE
+        is_silent = not isinstance(error, AccessDenied | BrokerAbsent)
+        advice = _SILENT if is_silent else _NOT_THERE if isinstance(error, BrokerAbsent) else _NOT_ADMITTED
         return Check("broker", "fail" if is_named else "warn", str(error), advice)
     except MembrokerError as error:
         return Check("broker", "warn", str(error), "name one with --device N, or --endpoint DIR")
