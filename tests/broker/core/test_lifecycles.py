@@ -49,7 +49,7 @@ SENTENCES = {
     "session": "One `connect()` of one process. It outlives its connection and is charged until it ends.",
     "request": "A request for bytes: an allocation, a declaration or a new segment. Each is decided once for good.",
     "extent": "A piece of lent memory. It is charged until its borrower releases it or the device shows it free.",
-    "packet": "Up to 64 extents of a call, sent together. A session has at most two made and not acknowledged.",
+    "packet": "Up to 64 extents of a call, sent together. At most 128 of a session are unacknowledged.",
     "segment": "Memory with a name. Its model is charged until it is deleted and no process can have it mapped.",
     "connection": "In the library: a session's connection to its broker. Any other cause comes too late.",
     "call": "In the library: one call over one connection. After a loss it is repeated over the next one.",
