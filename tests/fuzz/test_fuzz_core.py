@@ -87,7 +87,7 @@ class Bench:
         self.ask(lambda call: ev.AttachSegment(call, self.red, 4, self.segment("written"), DAY_NS))
         self.ask(lambda call: ev.Allocate(call, self.red, 3, self.name, "device", PAGE, 1))
         states = {row.segment: row.state for row in self.broker.ledger.segments.values()}
-        assert states == {SEALED: "sealed", ENDING: "retired", WRITTEN: "writing"}
+        assert states == {SEALED: "sealed", ENDING: "ending", WRITTEN: "writing"}
 
     def segment(self, label: str) -> SegmentName:
         return SegmentName(self.name.tenant, self.name.model, label)
