@@ -56,7 +56,8 @@ class SocketCloser:
         if self._thread is not None or not self._waiting:
             return
         self._io.add_signal_handler(_SIGNAL, lambda: None)  # by default it is ignored, and interrupts nothing
-        thread = threading.Thread(target=self._close, args=(self._waiting[0],), name="closing", daemon=True)
+        heard = threading.Event()
+        thread = threading.Thread(target=self._close, args=(self._waiting[0], heard), name="closing", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # there can be no more threads now
@@ -66,21 +67,23 @@ class SocketCloser:
         self._thread = thread
         self._io.call_later(INTERRUPT_SECONDS, self._interrupt, thread)
 
-    def _close(self, connection: socket.socket) -> None:
+    def _close(self, connection: socket.socket, heard: threading.Event) -> None:
         for _ in range(_READ_PACKETS):
             with suppress(OSError):
                 connection.recv(_READ_BYTES)
         connection.close()
         with suppress(RuntimeError):  # the event loop has ended
-            self._io.call_soon_threadsafe(self._closed)
+            self._io.call_soon_threadsafe(self._closed, heard)
+            heard.wait()  # a signal to a thread that has ended may end the process
 
-    def _closed(self) -> None:
+    def _closed(self, heard: threading.Event) -> None:
         self._thread = None
+        heard.set()
         self._begin()
 
     def _interrupt(self, thread: threading.Thread) -> None:
         """Let the thread not wait for a socket that lingers."""
-        if self._thread is thread and thread.is_alive() and thread.ident is not None:
+        if self._thread is thread and thread.ident is not None:
             signal.pthread_kill(thread.ident, _SIGNAL)
             self._io.call_later(INTERRUPT_SECONDS, self._interrupt, thread)
 

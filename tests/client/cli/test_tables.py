@@ -155,7 +155,7 @@ def test_a_pod_is_named_and_else_has_its_uid() -> None:
 
 
 def test_tenants_and_models_have_the_pods_of_their_sessions() -> None:
-    """Whoever only looks is in none of them. Without a pod there is no column, as outside of Kubernetes."""
+    """Observers are not counted. Without a pod there is no column, as outside of Kubernetes."""
     name, books = "tenants/acme/models/llama-7b", {"device": TenantBooks("device", 5, None)}
     tenants = [
         TenantStatus(f"tenants/{one}", books, 1, 2, settings=TenantSettings((), None, None, None, True, None))
