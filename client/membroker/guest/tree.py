@@ -91,7 +91,7 @@ class ProcessTree:
         looks = int(END_SECONDS / 0.05)
         while looks and (pids := self.pids()):
             for pid in pids:
-                kill(pid, start_of(pid))
+                send(signal.SIGKILL, pid, start_of(pid))
             with suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
@@ -153,10 +153,10 @@ def open_process(pid: int, start: str) -> int | None:
     return file
 
 
-def kill(pid: int, start: str) -> None:
-    """Kill the process that started then, and no other one that has its pid."""
+def send(number: signal.Signals, pid: int, start: str) -> None:
+    """Signal the process that started then, and no other one that has its pid."""
     file = open_process(pid, start)
     if file is not None:
         with suppress(ProcessLookupError, PermissionError):
-            signal.pidfd_send_signal(file, signal.SIGKILL)
+            signal.pidfd_send_signal(file, number)
         os.close(file)

@@ -1,20 +1,20 @@
 """The warden of a guest: a small process that ends the guest's processes when the command that runs them is killed.
 
 A process that is suspended and has no parent would sleep forever, and one that runs would use memory that nobody is
-charged for. The warden holds a pidfd of each, so it never hits a process that got the pid of another one. It stops them
-all before it kills one, and finds the children that they had begun by then, and what has lost its parents since the
-last look: a variable marks all processes of a guest. So none of those escapes.
+charged for. The warden knows when each of them started, so it never hits a process that got the pid of another one. It
+holds no descriptor of any, so it can watch as many as there are. It stops them all before it kills one, and finds the
+children that they had begun by then, and what has lost its parents since the last look: a variable marks all processes
+of a guest. So none of those escapes.
 """
 
 from __future__ import annotations
 
+import gc
 import os
-import select
 import signal
-from collections.abc import Iterable
 from contextlib import suppress
 
-from .tree import children, marked, open_process, start_of
+from .tree import children, marked, send, start_of
 
 VARIABLE = "MEMBROKER_GUEST"
 """Is in the environment of all processes of a guest: the pid of its command, and when that started."""
@@ -45,6 +45,7 @@ class Warden:
             status = 1
             try:
                 os.close(self._writing)
+                _close_all_but(reading)
                 os.setsid()  # a terminal's signals are not for it
                 for number in _IGNORED:
                     signal.signal(number, signal.SIG_IGN)
@@ -79,68 +80,49 @@ class Warden:
         os.close(self._file)
 
 
+def _close_all_but(file: int) -> None:
+    """Close what this process has inherited, but its standard streams: there may be no descriptor left."""
+    gc.disable()  # an inherited object would close its descriptor, which is another file's by then
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in (*range(3), file):
+            with suppress(OSError):  # the listing's own
+                os.close(int(name))
+
+
 def _watch(reading: int, mark: str) -> None:
-    watched: dict[int, int] = {}
+    watched: dict[int, str] = {}
     most = _MANY
     with os.fdopen(reading) as lines:
         for line in lines:
             pid, _, start = line.strip().partition(" ")
-            _add(watched, int(pid), start)
+            watched[int(pid)] = start
             if len(watched) > most:
-                _forget(watched)
+                watched = {pid: start for pid, start in watched.items() if start_of(pid) == start}
                 most = len(watched) + _MANY
     _end(watched, mark)
 
 
-def _add(watched: dict[int, int], pid: int, start: str) -> bool:
-    """Watch a process. Say whether it is there and was not watched."""
-    try:
-        file = open_process(pid, start)
-    except OSError:  # no descriptor is left
-        return False
-    if file is None:
-        return False
-    old = watched.get(pid)
-    if old is not None:
-        if not _has_ended(old):
-            os.close(file)
-            return False
-        os.close(old)
-    watched[pid] = file
-    return True
+def _end(watched: dict[int, str], mark: str) -> None:
+    """Stop all that are watched or marked, and their children, until there are no more; then kill all, and look again.
 
-
-def _has_ended(file: int) -> bool:
-    poll = select.poll()
-    poll.register(file, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def _forget(watched: dict[int, int]) -> None:
-    """Let go of the processes that have ended."""
-    for pid in [pid for pid, file in watched.items() if _has_ended(file)]:
-        os.close(watched.pop(pid))
-
-
-def _end(watched: dict[int, int], mark: str) -> None:
-    """Stop all, and the children that they have, until there are no more; then kill all. Then look for the mark."""
-    new, is_looking = set(watched), True
-    while is_looking:
-        ended = set(new)
+    `watched` has the start time of each pid.
+    """
+    new = watched | _not_in(watched, marked(mark))
+    while new:
+        stopped: dict[int, str] = {}
         while new:
-            _send(signal.SIGSTOP, [watched[pid] for pid in new])
-            parents, new = new, set()
-            for parent in parents:
-                if not _has_ended(watched[parent]):
-                    found = children(parent)
-                    new |= {pid for pid in found if _add(watched, pid, start_of(pid))}
-            ended |= new
-        _send(signal.SIGKILL, [watched[pid] for pid in ended])
-        new = {pid for pid in marked(mark) if _add(watched, pid, start_of(pid))}
-        is_looking = bool(new)
+            for pid, start in new.items():
+                send(signal.SIGSTOP, pid, start)
+            stopped |= new
+            found = [child for pid, start in new.items() if start_of(pid) == start for child in children(pid)]
+            new = _not_in(stopped, found)
+        for pid, start in stopped.items():
+            send(signal.SIGKILL, pid, start)
+        watched |= stopped
+        new = _not_in(watched, marked(mark))
 
 
-def _send(number: signal.Signals, files: Iterable[int]) -> None:
-    for file in files:
-        with suppress(OSError):
-            signal.pidfd_send_signal(file, number)
+def _not_in(known: dict[int, str], pids: list[int]) -> dict[int, str]:
+    """Return the start times of those processes that live and are not known."""
+    starts = {pid: start_of(pid) for pid in pids}
+    return {pid: start for pid, start in starts.items() if start and known.get(pid) != start}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.support.processes import descriptors, descriptors_limited
 from tests.support.workers import is_gone
 
 from membroker.guest import tree, warden
-from membroker.guest.tree import ProcessTree, kill, open_process, start_of
+from membroker.guest.tree import ProcessTree, open_process, send, start_of
 from membroker.guest.warden import VARIABLE, Warden
 
 PIPE_BYTES = 1 << 16
@@ -32,6 +33,12 @@ def family() -> Iterator[tuple[int, int]]:
         child = int(parent.stdout.readline())
         yield parent.pid, child
         subprocess.run(["kill", str(child)], check=True)
+
+
+def opened_until_none_is_left() -> Iterator[int]:
+    with suppress(OSError):
+        while True:
+            yield os.open("/dev/null", os.O_RDONLY)
 
 
 def test_all_descendants_belong_to_it_and_what_is_left_out_does_not(family: tuple[int, int]) -> None:
@@ -115,7 +122,7 @@ def test_one_that_cannot_be_looked_at_is_not_taken_for_gone(family: tuple[int, i
 
 
 def test_a_process_that_got_the_pid_of_another_one_is_not_killed(family: tuple[int, int]) -> None:
-    kill(family[1], "1")
+    send(signal.SIGKILL, family[1], "1")
     assert open_process(family[1], "1") is None
     file = open_process(family[1], start_of(family[1]))
     assert file is not None
@@ -200,14 +207,21 @@ def test_a_process_that_got_the_pid_of_one_that_it_watches_is_left_alone(monkeyp
         assert other.returncode == 0
 
 
-def test_thousands_of_short_processes_leave_it_descriptors_for_the_next_one() -> None:
-    """A program that compiles, or calls nvidia-smi every second."""
-    with descriptors_limited(200):
+def test_a_process_that_can_open_no_more_has_a_warden_that_watches_as_many_as_there_are() -> None:
+    """A program that compiles, or calls nvidia-smi every second; and descriptors that this process had before."""
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 10
+    with descriptors_limited(most), without_collections():
+        fillers = list(opened_until_none_is_left())
+        for file in fillers[-3:]:  # for the warden's pipe and its own descriptor
+            os.close(file)
         watching = Warden()
+        for file in fillers[:-3]:
+            os.close(file)
     for _ in range(300):
         with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as short:
             watching.watch([short.pid])
-    with subprocess.Popen(["sleep", "1000"]) as last:
-        watching.watch([last.pid])
+    with ExitStack() as living:
+        last = [living.enter_context(subprocess.Popen(["sleep", "1000"])) for _ in range(200)]
+        watching.watch([process.pid for process in last])
         watching.close()
-        assert last.wait(DEADLINE_SECONDS) == -9
+        assert {process.wait(DEADLINE_SECONDS) for process in last} == {-9}
