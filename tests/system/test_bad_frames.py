@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import socket
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -88,7 +88,7 @@ def test_descriptors_unasked_are_never_installed(scene: Scene, unmoved: Callable
     until(lambda: scene.daemon.descriptors() <= before)
 
 
-PLACES: dict[str, Callable[[Daemon], None]] = {
+PLACES: dict[str, Callable[[Daemon], AbstractContextManager[object]]] = {
     "before the Hello": lambda daemon: _passes(daemon),
     "behind a packet of 0 bytes": lambda daemon: _passes(daemon, b""),
     "unread behind garbage": lambda daemon: _passes(daemon, b"\xff" * 40),
@@ -106,41 +106,43 @@ def test_a_socket_that_lingers_holds_nobody_up(place: str, scene: Scene) -> None
     """
     before = scene.daemon.descriptors()
     for _ in range(3):
-        PLACES[place](scene.daemon)
-        with Session(scene.daemon.endpoint("blue")) as other:
-            other.release(other.borrow(other.register("m"), PAGE))
-    until(lambda: scene.daemon.descriptors() <= before)
+        with PLACES[place](scene.daemon):
+            with Session(scene.daemon.endpoint("blue")) as other:
+                other.release(other.borrow(other.register("m"), PAGE))
+            until(lambda: scene.daemon.descriptors() <= before)
 
 
-def _passes(daemon: Daemon, *packets: bytes) -> None:
+def _passes(daemon: Daemon, *packets: bytes) -> socket.socket:
     """Send packets, then a Hello with a socket that lingers, and leave."""
     with hold_still(daemon), Connection(daemon.endpoint("red")) as connection:
         for data in packets:
             connection.send_bytes(data)
-        pass_lingering(connection.sock, raw.hello().SerializeToString())
+        return pass_lingering(connection.sock, raw.hello().SerializeToString())
 
 
-def _passes_in_session(daemon: Daemon) -> None:
+def _passes_in_session(daemon: Daemon) -> socket.socket:
     """Its connection ends, and the session goes on."""
     with Session(daemon.endpoint("red")) as session:
         with hold_still(daemon):
-            pass_lingering(session.sock, raw.hello().SerializeToString())
+            end = pass_lingering(session.sock, raw.hello().SerializeToString())
         last = session.last_words()
         assert last is not None
         assert reason(last) == "PROTOCOL_VIOLATION"
         session.resume()
+    return end
 
 
-def _passes_at_grpc(daemon: Daemon) -> None:
+def _passes_at_grpc(daemon: Daemon) -> socket.socket:
     with hold_still(daemon), socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(daemon.endpoint("red") / "grpc.sock"))
-        pass_lingering(sock, b"PRI * HTTP/2.0")
+        return pass_lingering(sock, b"PRI * HTTP/2.0")
 
 
-def _passes_on_notices(daemon: Daemon) -> None:
+def _passes_on_notices(daemon: Daemon) -> AbstractContextManager[None]:
     """The broker reads nothing there, and its end takes nothing."""
     with Session(daemon.endpoint("red")) as session, pytest.raises(BrokenPipeError):
         pass_lingering(session.notices, b"x")
+    return nullcontext()
 
 
 # --- After a Hello: each of these ends the connection, and the session stays charged until its process ends ---

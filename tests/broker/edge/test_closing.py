@@ -79,13 +79,13 @@ def test_what_lingers_is_closed_on_a_thread(before: list[bytes], *, is_gone: boo
         ours, theirs = pair()
         for data in before:
             theirs.send(data)
-        pass_lingering(theirs, b"x")
-        if is_gone:
-            ours.send(b"never read")
-            theirs.close()
-        SocketCloser().hang_up(ours)
-        assert threads() == 1
-        await until_done()
+        with pass_lingering(theirs, b"x"):
+            if is_gone:
+                ours.send(b"never read")
+                theirs.close()
+            SocketCloser().hang_up(ours)
+            assert threads() == 1
+            await until_done()
         theirs.close()
 
     asyncio.run(scene())
@@ -95,10 +95,10 @@ def test_what_lingers_in_a_stream_is_closed_on_a_thread() -> None:
     async def scene() -> None:
         ours, theirs = pair(socket.SOCK_STREAM)
         theirs.send(b"bytes")
-        pass_lingering(theirs, b"x")
-        SocketCloser().hang_up(ours)
-        assert threads() == 1
-        await until_done()
+        with pass_lingering(theirs, b"x"):
+            SocketCloser().hang_up(ours)
+            assert threads() == 1
+            await until_done()
         theirs.close()
 
     asyncio.run(scene())
@@ -110,8 +110,9 @@ def test_many_that_linger_have_one_thread() -> None:
     async def scene() -> None:
         endpoint = SocketCloser()
         pairs = [pair() for _ in range(MOST_WAITING + 1)]
+        ends = []
         for ours, theirs in pairs:
-            pass_lingering(theirs, b"x")
+            ends.append(pass_lingering(theirs, b"x"))
             assert not endpoint.is_crowded
             endpoint.hang_up(ours)
         assert endpoint.is_crowded
@@ -121,8 +122,8 @@ def test_many_that_linger_have_one_thread() -> None:
                 await asyncio.sleep(0.001)
         assert not endpoint.is_crowded
         await until_done()
-        for _, theirs in pairs:
-            theirs.close()
+        for sock in [*ends, *(theirs for _, theirs in pairs)]:
+            sock.close()
 
     asyncio.run(scene())
 

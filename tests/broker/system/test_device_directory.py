@@ -10,7 +10,8 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,16 @@ gpu = DeviceDirectory(pathlib.Path(sys.argv[1]), "gpu-12345678")
 print(gpu.write_index(0), flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.fixture(autouse=True)
+def unlocked(tmp_path: Path) -> Iterator[None]:
+    """A daemon holds its directory until it exits. This process has many: let go of what a test has locked."""
+    yield
+    for file in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the listing's own
+            if os.readlink(f"/proc/self/fd/{file}").startswith(f"{tmp_path}/"):
+                os.close(int(file))
 
 
 def owner(runtime: Path) -> subprocess.Popen[str]:
