@@ -10,7 +10,7 @@ from membroker.wire.descriptors import send
 
 
 def pass_lingering(connection: socket.socket, data: bytes) -> socket.socket:
-    """Pass on a socket that lingers, and keep none of it here: who has it must not close it before that.
+    """Pass on a socket that lingers, and keep none of it here: its new owner must not close it before that.
 
     Return its other end, which reads nothing: it lingers while that is open.
     """
