@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import socket
 import struct
 from contextlib import ExitStack, suppress
 
-from membroker.wire.descriptors import send
 
-
-def pass_lingering(connection: socket.socket, data: bytes) -> socket.socket:
+def pass_lingering(connection: socket.socket, data: bytes, flags: int = 0) -> socket.socket:
     """Pass on a socket that lingers, and keep none of it here: its new owner must not close it before that.
 
     Return its other end, which reads nothing: it lingers while that is open.
@@ -24,7 +23,8 @@ def pass_lingering(connection: socket.socket, data: bytes) -> socket.socket:
             with suppress(BlockingIOError):
                 while True:
                     sock.send(bytes(65_536))
-            send(connection, data, [sock.fileno()])
+            passed = array.array("i", [sock.fileno()])
+            connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)], flags)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 3_600))
         failed.pop_all()
     return end

@@ -94,6 +94,7 @@ PLACES: dict[str, Callable[[Daemon], AbstractContextManager[object]]] = {
     "unread behind garbage": lambda daemon: _passes(daemon, b"\xff" * 40),
     "in a session": lambda daemon: _passes_in_session(daemon),
     "at the gRPC socket": lambda daemon: _passes_at_grpc(daemon),
+    "out of band at the gRPC socket": lambda daemon: _passes_at_grpc(daemon, socket.MSG_OOB),
     "on the socket of notices": lambda daemon: _passes_on_notices(daemon),
 }
 
@@ -132,10 +133,13 @@ def _passes_in_session(daemon: Daemon) -> socket.socket:
     return end
 
 
-def _passes_at_grpc(daemon: Daemon) -> socket.socket:
+def _passes_at_grpc(daemon: Daemon, flags: int = 0) -> socket.socket:
+    """Pass it with the last byte before others. The kernel has one byte at a time that is out of band."""
     with hold_still(daemon), socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(daemon.endpoint("red") / "grpc.sock"))
-        return pass_lingering(sock, b"PRI * HTTP/2.0")
+        end = pass_lingering(sock, b"P", flags)
+        sock.send(b"RI * HTTP/2.0")
+        return end
 
 
 def _passes_on_notices(daemon: Daemon) -> AbstractContextManager[None]:

@@ -76,16 +76,26 @@ class Acceptor:
             self._pause()
             return False
         try:
-            connection, _ = self._sock.accept()
+            connection = self._take()
         except BlockingIOError:
             return False
         except OSError as error:
             self._refusals.note(call_failed("accept4", error).reason, error=describe("accept4", error))
             self._pause()
             return False
-        connection.setblocking(False)
         self._accepted(connection)
         return True
+
+    def _take(self) -> socket.socket:
+        """Return the next connection. A byte that is out of band stays in its place there.
+
+        Elsewhere the kernel skips such a byte when it peeks, and drops it, with the descriptors that it carries, when
+        it reads: who reads on then waits for those.
+        """
+        connection, _ = self._sock.accept()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
+        connection.setblocking(False)
+        return connection
 
     def _pause(self) -> None:
         self._io.remove_reader(self._sock)
@@ -101,5 +111,5 @@ class Acceptor:
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
             while True:
-                self.hang_up(self._sock.accept()[0])
+                self.hang_up(self._take())
         self._sock.close()
