@@ -17,8 +17,10 @@ from contextlib import suppress
 
 from membroker.wire.descriptors import carries_descriptors
 
+MOST_THREADS = 8
+"""Threads of an endpoint that close at a time, so that closing takes no longer than accepting."""
 MOST_WAITING = 64
-"""How many sockets of an endpoint may wait for its thread. It accepts no more until there are fewer."""
+"""How many sockets of an endpoint may wait for its threads. It accepts no more until there are fewer."""
 INTERRUPT_SECONDS = 0.002
 _SIGNAL = signal.SIGURG
 _READ_PACKETS = 64
@@ -31,8 +33,8 @@ class SocketCloser:
     def __init__(self) -> None:
         self._io = asyncio.get_running_loop()
         self._waiting: deque[socket.socket] = deque()
-        self._thread: threading.Thread | None = None
-        """The thread that closes a socket now."""
+        self._threads: set[threading.Thread] = set()
+        """Each closes a socket now."""
 
     @property
     def is_crowded(self) -> bool:
@@ -52,8 +54,8 @@ class SocketCloser:
         self._begin()
 
     def _begin(self) -> None:
-        """Close the next socket, unless one is closing."""
-        if self._thread is not None or not self._waiting:
+        """Close the next socket, unless enough are closing."""
+        if len(self._threads) >= MOST_THREADS or not self._waiting:
             return
         self._io.add_signal_handler(_SIGNAL, lambda: None)  # by default it is ignored, and interrupts nothing
         heard = threading.Event()
@@ -64,26 +66,27 @@ class SocketCloser:
             self._io.call_later(INTERRUPT_SECONDS, self._begin)
             return
         self._waiting.popleft()
-        self._thread = thread
+        self._threads.add(thread)
         self._io.call_later(INTERRUPT_SECONDS, self._interrupt, thread)
 
     def _close(self, connection: socket.socket, heard: threading.Event) -> None:
-        for _ in range(_READ_PACKETS):
-            with suppress(OSError):
-                connection.recv(_READ_BYTES)
+        """Close a socket, in a thread. Only the first packet with descriptors is read: each one may take a signal."""
+        with suppress(OSError):
+            connection.recv(_READ_BYTES)
+        _is_emptied(connection)
         connection.close()
         with suppress(RuntimeError):  # the event loop has ended
-            self._io.call_soon_threadsafe(self._closed, heard)
+            self._io.call_soon_threadsafe(self._closed, threading.current_thread(), heard)
             heard.wait()  # a signal to a thread that has ended may end the process
 
-    def _closed(self, heard: threading.Event) -> None:
-        self._thread = None
+    def _closed(self, thread: threading.Thread, heard: threading.Event) -> None:
+        self._threads.discard(thread)
         heard.set()
         self._begin()
 
     def _interrupt(self, thread: threading.Thread) -> None:
         """Let the thread not wait for a socket that lingers."""
-        if self._thread is thread and thread.ident is not None:
+        if thread in self._threads and thread.ident is not None:
             signal.pthread_kill(thread.ident, _SIGNAL)
             self._io.call_later(INTERRUPT_SECONDS, self._interrupt, thread)
 

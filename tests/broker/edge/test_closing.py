@@ -14,7 +14,7 @@ from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.lingering import pass_lingering
 
 from membroker.wire.descriptors import send
-from membrokerd.edge.closing import MOST_WAITING, SocketCloser
+from membrokerd.edge.closing import MOST_THREADS, MOST_WAITING, SocketCloser
 
 KINDS = [socket.SOCK_SEQPACKET, socket.SOCK_STREAM]
 
@@ -104,19 +104,19 @@ def test_what_lingers_in_a_stream_is_closed_on_a_thread() -> None:
     asyncio.run(scene())
 
 
-def test_many_that_linger_have_one_thread() -> None:
-    """It is interrupted for each, and all are closed. Many are a crowd: the endpoint accepts no more then."""
+def test_many_that_linger_have_a_few_threads() -> None:
+    """They are interrupted for each, and all are closed. Many are a crowd: the endpoint accepts no more then."""
 
     async def scene() -> None:
         endpoint = SocketCloser()
-        pairs = [pair() for _ in range(MOST_WAITING + 1)]
+        pairs = [pair() for _ in range(MOST_THREADS + MOST_WAITING)]
         ends = []
         for ours, theirs in pairs:
             ends.append(pass_lingering(theirs, b"x"))
             assert not endpoint.is_crowded
             endpoint.hang_up(ours)
         assert endpoint.is_crowded
-        assert threads() == 1
+        assert threads() == MOST_THREADS
         async with asyncio.timeout(DEADLINE_SECONDS):
             while any(ours.fileno() >= 0 for ours, _ in pairs):
                 await asyncio.sleep(0.001)
@@ -126,6 +126,30 @@ def test_many_that_linger_have_one_thread() -> None:
             sock.close()
 
     asyncio.run(scene())
+
+
+def test_of_many_packets_with_descriptors_one_is_read() -> None:
+    """Each read may need a signal of its own, and one close has one for all that is left."""
+    read: list[bytes] = []
+
+    class Counted(socket.socket):
+        def recv(self, *args: int) -> bytes:
+            read.append(super().recv(*args))
+            return read[-1]
+
+    async def scene() -> None:
+        ours, theirs = pair()
+        reader, writer = os.pipe()
+        for _ in range(20):
+            send(theirs, b"x", [writer])
+        SocketCloser().hang_up(Counted(fileno=ours.detach()))
+        await until_done()
+        for end in (reader, writer):
+            os.close(end)
+        theirs.close()
+
+    asyncio.run(scene())
+    assert read == [b"x"]
 
 
 def test_without_a_new_thread_it_is_closed_later(monkeypatch: pytest.MonkeyPatch) -> None:
