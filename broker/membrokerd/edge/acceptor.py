@@ -89,8 +89,8 @@ class Acceptor:
     def _take(self) -> socket.socket:
         """Return the next connection. A byte that is out of band stays in its place there.
 
-        Elsewhere the kernel skips such a byte when it peeks, and drops it, with the descriptors that it carries, when
-        it reads: who reads on then waits for those.
+        Elsewhere a peek skips such a byte, and the next read drops it with the descriptors that it carries: the thread
+        that reads waits for those.
         """
         connection, _ = self._sock.accept()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)
