@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import socket
+import struct
 import tempfile
+import termios
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,10 +18,10 @@ import pytest
 from tests.broker.coroutines import played_by
 from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.garbage import without_collections
-from tests.support.http2 import CONTINUATION, DATA, HEADERS, PREFACE, frame
+from tests.support.http2 import CONTINUATION, DATA, HEADERS, PING, PREFACE, frame
 
 from membrokerd.edge.acceptor import Refusals
-from membrokerd.edge.rpc.proxy import ProxiedConnection, Proxy
+from membrokerd.edge.rpc.proxy import UNREAD_BYTES, ProxiedConnection, Proxy
 from membrokerd.system.turns import Turns, TurnSelector
 
 _T = TypeVar("_T")
@@ -121,6 +124,16 @@ def play(scene: Callable[[ProxiedServer], Awaitable[None]], max_connections: int
         asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(TurnSelector(turns))) as runner,
     ):
         runner.run(main(directory))
+
+
+@played_by(play)
+async def test_little_waits_for_the_server(world: ProxiedServer) -> None:
+    """gRPC serves its peers by one thread in turn, and reads all that one has sent before it looks at the next."""
+    peer, server = await world.connect()
+    peer.send(PREFACE)
+    await world.fill(peer, frame(PING, 0, 0, bytes(8)) * 100)
+    (unread,) = struct.unpack("i", fcntl.ioctl(server, termios.FIONREAD, bytes(4)))
+    assert 0 < unread <= 2 * UNREAD_BYTES
 
 
 @played_by(play)

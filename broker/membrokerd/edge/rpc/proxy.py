@@ -29,6 +29,9 @@ CONNECTIONS_BESIDE = 16
 """Connections of an endpoint beyond one for each session: health checks, and connections that are just closing."""
 READ_BYTES = 16 * 1024
 """The most that is read at once, and so the most that waits to be sent, beside a header block."""
+UNREAD_BYTES = 2_048
+"""The send buffer to the gRPC server, of which the kernel makes its least, 4.5 KiB. One thread of gRPC serves all peers
+in turn, and reads all that has come from one: the more there may be, the longer the others wait."""
 
 
 class Proxy:
@@ -68,6 +71,7 @@ class Proxy:
                 self._acceptor.hang_up(peer)
                 return
             server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
             if self._announces:
                 announce(server, pid, uid)
             server.connect(os.fspath(self._server))
