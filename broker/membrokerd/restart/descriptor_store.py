@@ -71,6 +71,11 @@ class Store:
         self._closed = False
         self._segments: dict[int, dict[int, int]] = {}
         self._copies: dict[str, int] = {}
+        self._untold: dict[str, None] = {}
+        """Names of pidfds that the mirror must still get."""
+        self._unwanted: list[str] = []
+        """Names of pidfds that it must still drop."""
+        self._is_telling = False
         if mirror is not None:
             mirror.fill_from(self._contents)
 
@@ -147,47 +152,76 @@ class Store:
 
     def keep_process(self, session: int, pidfd: int) -> None:
         """Copy a session's pidfd to the mirror. The caller still owns it. A failure is only logged."""
-        self._copy({_process_name(session): pidfd})
+        for name in self._hold({_process_name(session): pidfd}):
+            self._untold[name] = None
+            self._tell()
 
     def forget_process(self, session: int) -> None:
         """Drop a session's pidfd."""
-        self._forget([_process_name(session)])
+        name = _process_name(session)
+        if name in self._copies:
+            os.close(self._copies.pop(name))
+            if name in self._untold:
+                del self._untold[name]
+            else:
+                self._unwanted.append(name)
+                self._tell()
+
+    def _tell(self) -> None:
+        """Tell the mirror which pidfds have come and gone, all at once, when it has done what it was told before.
+
+        So sessions that come and go faster than it can follow are no queue in front of the segments.
+        """
+        if self._mirror is None or self._is_telling or self._closed or not (self._untold or self._unwanted):
+            return
+        names, unwanted = list(self._untold), self._unwanted
+        self._untold, self._unwanted, self._is_telling = {}, [], True
+
+        def told(error: OSError | None) -> None:
+            self._is_telling = False
+            if error is not None:
+                _warn_of_loss(names, error)
+            self._tell()
+
+        self._drop(unwanted)
+        self._mirror.put([(name, self._copies[name]) for name in names], told)
 
     def keep_driver(self, survivors: Mapping[str, int]) -> None:
         """Copy the driver's descriptors to the mirror in one put: only the whole set is useful.
 
         The caller still owns them. A failure is only logged.
         """
-        self._copy({_driver_name(name): descriptor for name, descriptor in survivors.items()})
-
-    def forget_driver(self) -> None:
-        """Drop all descriptors of the driver."""
-        self._forget([name for name in self._copies if _DRIVER.fullmatch(name)])
-
-    def _forget(self, names: Sequence[str]) -> None:
-        there = [name for name in names if name in self._copies]
-        close_all(self._copies.pop(name) for name in there)
-        self._drop(there)
-
-    def _copy(self, descriptors: Mapping[str, int]) -> None:
-        # A name always means the same descriptor. What a predecessor left is not put again: a put removes the old copy
-        # for a moment, and a daemon that died in that moment would lose it.
-        fresh = {name: descriptor for name, descriptor in descriptors.items() if name not in self._copies}
+        fresh = self._hold({_driver_name(name): descriptor for name, descriptor in survivors.items()})
         if self._mirror is None or not fresh:
             return
 
         def put(error: OSError | None) -> None:
-            # The driver's descriptors are put at the start. A daemon that ends before that completes has lent nothing.
-            if error is not None and not (self._closed and all(map(_DRIVER.fullmatch, fresh))):
-                logs.warn("a restart would lose descriptors", names=" ".join(fresh), error=str(error))
+            # They are put at the start. A daemon that ends before that completes has lent nothing.
+            if error is not None and not self._closed:
+                _warn_of_loss(fresh, error)
 
+        self._mirror.put(list(fresh.items()), put)
+
+    def forget_driver(self) -> None:
+        """Drop all descriptors of the driver."""
+        there = [name for name in self._copies if _DRIVER.fullmatch(name)]
+        close_all(self._copies.pop(name) for name in there)
+        self._drop(there)
+
+    def _hold(self, descriptors: Mapping[str, int]) -> dict[str, int]:
+        """Copy those that are new, for the mirror. Return the copies, which the store owns."""
+        # A name always means the same descriptor. What a predecessor left is not put again: a put removes the old copy
+        # for a moment, and a daemon that died in that moment would lose it.
+        fresh = {name: descriptor for name, descriptor in descriptors.items() if name not in self._copies}
+        if self._mirror is None or not fresh:
+            return {}
         try:
-            copies = list(zip(fresh, copy_all(fresh.values()), strict=True))
+            copies = dict(zip(fresh, copy_all(fresh.values()), strict=True))
         except OSError as error:
-            put(error)
-            return
+            _warn_of_loss(fresh, error)
+            return {}
         self._copies.update(copies)
-        self._mirror.put(copies, put)
+        return copies
 
     # --- the mirror ---
 
@@ -203,12 +237,18 @@ class Store:
 
     def close(self) -> list[int]:
         """Forget everything, and return every descriptor. The mirror's process keeps its copies."""
+        self._is_telling = False
+        self._tell()
         self._closed = True
         if self._mirror is not None:
             self._mirror.close()
         descriptors = [descriptor for _, descriptor in self._contents()]
         self._segments, self._copies = {}, {}
         return descriptors
+
+
+def _warn_of_loss(names: Iterable[str], error: OSError) -> None:
+    logs.warn("a restart would lose descriptors", names=" ".join(names), error=str(error))
 
 
 def sort(items: Iterable[tuple[str, int]]) -> tuple[StoredDescriptors, list[str]]:

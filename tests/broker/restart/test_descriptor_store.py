@@ -200,6 +200,38 @@ def test_a_copy_that_fails_is_only_logged(mirror: Slow, mirrored: Store, caplog:
     assert [name for name, _ in mirror.contents()] == ["process.1"]
 
 
+def test_sessions_that_come_and_go_are_no_queue(mirror: Slow, mirrored: Store) -> None:
+    """A tenant begins and ends sessions faster than the mirror follows: one put is under way, whatever it does.
+
+    Else a segment of another tenant would wait behind thousands of puts, each with a descriptor.
+    """
+    file = memfd(b"")
+    before = descriptors()
+    for session in range(1, 100):
+        mirrored.keep_process(session, file)
+        if session > 2:
+            mirrored.forget_process(session)
+    assert [[name for name, _ in items] for items, _ in mirror.puts] == [["process.1"]]
+    assert descriptors() == before + 2
+    mirrored.forget_process(1)
+    mirror.take()
+    assert [[name for name, _ in items] for items, _ in mirror.puts] == [["process.2"]]
+    mirror.take()
+    assert mirror.names == {"process.2"}
+    assert mirror.puts == []
+    os.close(file)
+
+
+def test_what_is_untold_at_the_end_is_told(mirror: Slow, mirrored: Store) -> None:
+    file = memfd(b"")
+    for session in (1, 2):
+        mirrored.keep_process(session, file)
+    told: list[str] = []
+    mirror.close = lambda: told.extend(name for items, _ in mirror.puts for name, _ in items)  # type: ignore[method-assign]
+    close_all([*mirrored.close(), file])
+    assert told == ["process.1", "process.2"]
+
+
 def test_the_drivers_descriptors_are_put_and_dropped_together(mirror: Slow, mirrored: Store) -> None:
     """Half of a driver's descriptors are useless: one put has all, so that a death leaves all of them or none."""
     file = memfd(b"")
