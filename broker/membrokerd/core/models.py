@@ -59,7 +59,7 @@ class Models:
         if event.name.tenant != self._books.ledger.sessions[event.session].tenant:
             return deny(Reason.MODEL_NOT_FOUND, model=str(event.name))
         if not valid_model(event.name.model):
-            return deny(Reason.INVALID_NAME, name=event.name.model)
+            return deny(Reason.INVALID_NAME, kind="model", name=event.name.model)
         for location, size in event.limits.items():
             if location not in self._books.rules.capacities:
                 return deny(Reason.LOCATION_UNAVAILABLE, location=location)

@@ -99,7 +99,7 @@ class Segments:
         if denied:
             return denied
         if not valid_segment(event.name.label):
-            return deny(Reason.INVALID_NAME, name=event.name.label)
+            return deny(Reason.INVALID_NAME, kind="segment", name=event.name.label)
         there = books.ledger.labels.get(event.name)
         if there is not None:
             return _exists(books.ledger.segments[there])

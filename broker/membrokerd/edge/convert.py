@@ -58,12 +58,16 @@ def known_of(message: _M) -> _M:
     return type(message).FromString(message.SerializeToString())
 
 
+def _no_name_of(kind: str, name: str) -> Refused:
+    return Refused(deny(Reason.INVALID_NAME, kind=kind, name=name[:_SHOWN_NAME]))
+
+
 @lru_cache(4096)
 def parse_model(name: str) -> ModelName:
     """Return the model that `tenants/{tenant}/models/{model}` names, or raise `Refused`."""
     parts = names.parse_model(name)
     if parts is None:
-        raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
+        raise _no_name_of("model", name)
     return ModelName(*parts)
 
 
@@ -74,14 +78,13 @@ def parse_segment(name: str) -> SegmentName:
     """
     parts = names.parse_segment(name)
     if parts is None:
-        raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
+        raise _no_name_of("segment", name)
     return SegmentName(*parts)
 
 
 def parse_quota_name(name: str) -> tuple[str, str | None]:
     """Return the tenant, and the model or None, that a quota is for, or raise `Refused`."""
-    tenant = names.parse_tenant(name)
-    return (tenant, None) if tenant else parse_model(name)
+    return parse_model(name) if "/models/" in name else (parse_tenant(name), None)
 
 
 NUMBERS_OF_TENANT = frozenset(chain.from_iterable(QUOTA_KEYS.values()))
@@ -97,13 +100,7 @@ def parse_tenant(name: str) -> str:
     """Return the tenant of `tenants/{tenant}`, or raise `Refused`."""
     tenant = names.parse_tenant(name)
     if tenant is None:
-        raise Refused(
-            deny(
-                Reason.INVALID_ARGUMENT,
-                what=f"{name[:_SHOWN_NAME]!r} does not name a tenant: tenants/TENANT, which is lower case letters, "
-                f"digits and -, at most {names.MAX_TENANT_CHARACTERS}",
-            )
-        )
+        raise _no_name_of("tenant", name)
     return tenant
 
 

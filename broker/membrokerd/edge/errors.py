@@ -11,6 +11,7 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, PreconditionFail
 from google.rpc.status_pb2 import Status
 
 from membroker.vmm import format_exact
+from membroker.wire import names
 
 from ..core.denied import Denied, Reason
 
@@ -64,12 +65,7 @@ _TABLE: Mapping[Reason, _Row] = {
         "and a multiple of {granularity}",
     ),
     Reason.INVALID_COUNT: _Row(Code.INVALID_ARGUMENT, "a count must be between 1 and {max_count}, not {count}"),
-    Reason.INVALID_NAME: _Row(
-        Code.INVALID_ARGUMENT,
-        "{name!r} is not a valid name: a model is tenants/TENANT/models/MODEL, and a segment is "
-        "tenants/TENANT/models/MODEL/segments/SEGMENT. MODEL and SEGMENT have at most 96 letters, digits and ._-, and "
-        "begin with a letter, a digit or _. MODEL may have one slash inside, as in Qwen/Qwen3-8B",
-    ),
+    Reason.INVALID_NAME: _Row(Code.INVALID_ARGUMENT, "{name!r} is not a valid name of a {kind}, {grammar}"),
     Reason.INVALID_ARGUMENT: _Row(Code.INVALID_ARGUMENT, "{what}"),
     Reason.INVALID_PAGE_TOKEN: _Row(Code.INVALID_ARGUMENT, "this broker did not issue this page token"),
     Reason.MODEL_NOT_FOUND: _Row(Code.NOT_FOUND, "this session has not registered the model {of}"),
@@ -179,6 +175,12 @@ _TABLE: Mapping[Reason, _Row] = {
 }
 assert set(_TABLE) == set(Reason)
 
+_NAMES = {
+    "tenant": f"tenants/TENANT: {names.grammar('TENANT')}",
+    "model": f"tenants/TENANT/models/MODEL: {names.grammar('MODEL')}",
+    "segment": f"tenants/TENANT/models/MODEL/segments/SEGMENT: {names.grammar('MODEL', 'SEGMENT')}",
+}
+"""How each kind of name is written."""
 _ATTACH = (
     "attach it, publish its next version (replace=True), "
     "or delete it and wait until the last session that holds it has left"
@@ -245,6 +247,7 @@ class _Words(dict[str, object]):
         self["free"] = "" if free is None else f" ({format_exact(int(free))}{kept})"
         says = numbers.get("driver_says")
         self["says"] = f": {says}" if says else ""
+        self["grammar"] = _NAMES.get(str(numbers.get("kind")))
         self["told"] = "being written" if numbers.get("state") == "writing" else numbers.get("state")
         self["advice"] = _ADVICE.get(str(numbers.get("state")), _ATTACH)
         if "segment" in numbers:

@@ -103,8 +103,8 @@ def _resource_name(text: str, known: Collection[str], *, admin: bool) -> str:
         return text if any(name.partition("/models/")[2] == text for name in known) else own
     ended = admin and names.valid_tenant(tenant) and names.valid_model(model)
     if not ended and not names.valid_model(text):
-        what = "TENANT/MODEL" if admin else "a model"
-        raise InvalidRequest(f"{text!r} is neither {what} nor a request: {names.NAMES}")
+        what, kinds = ("TENANT/MODEL", ("TENANT", "MODEL")) if admin else ("a model", ("MODEL",))
+        raise InvalidRequest(f"{text!r} is neither {what} nor a request: {names.grammar(*kinds)}")
     if not admin:
         return text
     try:

@@ -109,7 +109,9 @@ def _ports(text: str) -> Ports:
 
 def _model(text: str) -> str:
     if not names.valid_model(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a model, as in llama-7b: {names.NAMES}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the name of a model, as in llama-7b: {names.grammar('MODEL')}"
+        )
     return text
 
 

@@ -436,7 +436,8 @@ def _name(text: str) -> str:
     model = model.removeprefix("models/")
     if not names.valid_tenant(owner) or (slash and not names.valid_model(model)):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not TENANT or TENANT/MODEL, as in acme or acme/llama-7b: {names.NAMES}"
+            f"{text!r} is not TENANT or TENANT/MODEL, as in acme or acme/llama-7b: "
+            + names.grammar("MODEL" if names.valid_tenant(owner) else "TENANT")
         )
     return f"tenants/{owner}/models/{model}" if model else f"tenants/{owner}"
 

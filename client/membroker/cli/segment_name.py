@@ -32,7 +32,8 @@ class SegmentPath:
             tenant = ""
         if not names.valid_segment(segment) or (slash and not names.valid_model(model)):
             raise ValueError(
-                f"{text!r} is not SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT, as in llama-7b/weights: {names.NAMES}"
+                f"{text!r} is not SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT, as in llama-7b/weights: "
+                + names.grammar("MODEL" if names.valid_segment(segment) else "SEGMENT")
             )
         return cls(tenant, model, segment)
 

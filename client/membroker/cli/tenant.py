@@ -220,7 +220,7 @@ def _delete(options: argparse.Namespace) -> int:
 def _name(text: str) -> str:
     tenant = text.removeprefix("tenants/")
     if not names.valid_tenant(tenant):
-        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a tenant, as in acme: {names.NAMES}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a tenant, as in acme: {names.grammar('TENANT')}")
     return f"tenants/{tenant}"
 
 

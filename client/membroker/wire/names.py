@@ -65,12 +65,13 @@ STATUS_METADATA = "grpc-status-details-bin"
 MAX_TENANT_CHARACTERS = 63
 """As of a Kubernetes label. The path of an endpoint's sockets has a bound of its own: MAX_SOCKET_PATH_BYTES."""
 MAX_NAME_CHARACTERS = 96
-NAMES = (
-    "MODEL and SEGMENT are letters, digits and ._-, begin with a letter, a digit or _, and have at most "
-    f"{MAX_NAME_CHARACTERS} characters; MODEL may have one slash inside, as in Qwen/Qwen3-8B; TENANT is lower case "
-    f"letters, digits and -, at most {MAX_TENANT_CHARACTERS}"
-)
-"""The grammar in words, for error messages."""
+_OWN = f"letters, digits and ._-, begins with a letter, a digit or _, and has at most {MAX_NAME_CHARACTERS} characters"
+_RULES = {
+    "TENANT": "lower case letters, digits and -, begins with a letter or a digit, and has at most "
+    f"{MAX_TENANT_CHARACTERS} characters",
+    "MODEL": f"{_OWN}; it may have one slash inside, as in Qwen/Qwen3-8B",
+    "SEGMENT": _OWN,
+}
 
 _TENANT = f"[a-z0-9][a-z0-9-]{{0,{MAX_TENANT_CHARACTERS - 1}}}"
 _SEGMENT = f"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_CHARACTERS - 1}}}"
@@ -79,6 +80,11 @@ _SESSION_NAME = re.compile("sessions/([0-9a-f]{1,16})")
 _TENANT_NAME = re.compile(f"tenants/({_TENANT})")
 _MODEL_NAME = re.compile(f"tenants/({_TENANT})/models/({_MODEL})")
 _SEGMENT_NAME = re.compile(f"tenants/({_TENANT})/models/({_MODEL}|-)/segments/({_SEGMENT})")
+
+
+def grammar(*kinds: str) -> str:
+    """Return the grammar of these kinds of names in words, for error messages: of TENANT, MODEL or SEGMENT."""
+    return "; ".join(f"{kind} is {_RULES[kind]}" for kind in kinds)
 
 
 def valid_tenant(name: str) -> bool:

@@ -57,7 +57,11 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
         for size in (-(1 << 63), 0, (1 << 63) - 1)
     ],
     Reason.INVALID_COUNT: [{"count": -1, "max_count": 65_536}],
-    Reason.INVALID_NAME: [{"name": ""}, {"name": "a\n\x1b[2J{count}"}],
+    Reason.INVALID_NAME: [
+        {"kind": "tenant", "name": ""},
+        {"kind": "model", "name": "a\n\x1b[2J{count}"},
+        {"kind": "segment", "name": "w"},
+    ],
     Reason.INVALID_ARGUMENT: [{"what": "an extent id stands twice in the release"}],
     Reason.INVALID_PAGE_TOKEN: [{}],
     Reason.MODEL_NOT_FOUND: [{"model": MODEL}],

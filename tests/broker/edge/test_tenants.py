@@ -159,10 +159,12 @@ def test_what_is_refused_changes_nothing() -> None:
         assert (await refused(place.update("red", uids=[1]))).reason is Reason.TENANT_CONFIGURED
         assert (await refused(place.update(weight=1))).reason is Reason.TENANT_NOT_FOUND
         assert (await refused(place.delete())).reason is Reason.TENANT_NOT_FOUND
-        for wrong in ("default", "uid-0", "Acme", "a/b", "", "a" * 64, "x" * 60_000, "a" * 41):
-            denied = await refused(place.create(wrong))
-            assert denied.reason is Reason.INVALID_ARGUMENT
-            assert len(str(denied.numbers["what"])) < 1_000
+        wrong = dict.fromkeys(("default", "uid-0", "a" * 41), (Reason.INVALID_ARGUMENT, "what"))
+        wrong |= dict.fromkeys(("Acme", "a/b", "", "a" * 64, "x" * 60_000), (Reason.INVALID_NAME, "name"))
+        for name, (reason, said) in wrong.items():
+            denied = await refused(place.create(name))
+            assert denied.reason is reason
+            assert len(str(denied.numbers[said])) < 1_000
         for settings in ({"weight": 1_001}, {"mode": 0o1000}, {"limit_bytes": -1}, {"uids": range(65)}):
             denied = await refused(place.create(**settings))
             assert denied.reason is Reason.INVALID_ARGUMENT

@@ -40,7 +40,7 @@ def test_a_wrong_command_line_is_status_2(capsys: pytest.CaptureFixture[str]) ->
         (("quota", "set", "acme", "--weight", "1.5"), "'1.5' is not a whole number"),
         (("quota", "set", "acme", "--weight", "9" * 5_000), "is not a whole number"),
         (("quota", "set", "Acme", "--limit", "1GiB"), "is not TENANT or TENANT/MODEL"),
-        (("quota", "set", "uid-0/-chat", "--limit", "1GiB"), "begin with a letter"),
+        (("quota", "set", "uid-0/-chat", "--limit", "1GiB"), "begins with a letter"),
         (("quota", "set", "uid-0/" + "m" * 97, "--limit", "1GiB"), "at most 96"),
         (("quota", "set", "a/b/c/d", "--limit", "1GiB"), "is not TENANT or TENANT/MODEL"),
         (("quota", "set", "acme", "--limit", "1GiB", "--location", "moon"), "invalid choice"),
@@ -58,7 +58,7 @@ def test_a_wrong_command_line_is_status_2(capsys: pytest.CaptureFixture[str]) ->
         (("segments", "load", "x", "red/a/weights", "--model", "a"), "name the segment and its model once"),
         (("segments", "load", "x"), "NAME"),
         (("segments", "load", "x", "a/-b"), "is not SEGMENT"),
-        (("segments", "load", "x", "m/é"), "are letters, digits and ._-"),
+        (("segments", "load", "x", "m/é"), "SEGMENT is letters, digits and ._-"),
         (("segments", "load", "x", "a/b/c/d/e"), "is not SEGMENT"),
         (("segments", "load", "x", "a/b", "--location", "moon"), "invalid choice"),
         (("segments", "load", "x", "a/b", "--limit", "much"), "cannot read 'much' as a size"),
@@ -100,6 +100,21 @@ def test_a_wrong_command_line_is_status_2(capsys: pytest.CaptureFixture[str]) ->
             cli.main(arguments)
         assert caught.value.code == 2
         assert complaint in capsys.readouterr().err
+
+
+def test_a_wrong_name_gets_the_grammar_of_its_kind_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, kind in [
+        (("tenant", "create", "Foo Bar"), "TENANT"),
+        (("quota", "set", "Foo Bar/chat", "--weight", "1"), "TENANT"),
+        (("quota", "set", "acme/a b", "--weight", "1"), "MODEL"),
+        (("run", "--model", "a b", "--", "true"), "MODEL"),
+        (("segments", "show", "chat/a b"), "SEGMENT"),
+        (("segments", "show", "a b/weights"), "MODEL"),
+    ]:
+        with pytest.raises(SystemExit):
+            cli.main(arguments)
+        said = capsys.readouterr().err
+        assert [each for each in ("TENANT", "MODEL", "SEGMENT") if f"{each} is " in said] == [kind], said
 
 
 def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,7 @@ class WeightSettings:
     def __post_init__(self) -> None:
         _check_endpoint(self.endpoint)
         if self.model is not None and not names.valid_model(arguments.name_of("model", self.model)):
-            raise InvalidRequest(f"{self.model!r} is no name of a model: {names.NAMES}")
+            raise InvalidRequest(f"{self.model!r} is no name of a model: {names.grammar('MODEL')}")
         if not isinstance(self.load_format, str) or self.load_format == "membroker":
             raise InvalidRequest(f'load_format is one of vLLM\'s own, such as "auto", not {self.load_format!r}')
         if not isinstance(self.extra_config, Mapping):
