@@ -327,4 +327,4 @@ class Client(Closing):
         self._session.close()
 
     def __repr__(self) -> str:
-        return f"<membroker.Client {self.session} of {self.tenant} at {self.endpoint}>"
+        return f"<membroker.Client {self.session} of {self.tenant} at {self.endpoint}{', closed' * self.closed}>"

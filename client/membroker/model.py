@@ -405,7 +405,7 @@ class Model:
         refuse_pickle(self)
 
     def __repr__(self) -> str:
-        return f"<membroker.Model {self.resource_name}>"
+        return f"<membroker.Model {self.resource_name}{', closed' * self._session.closed}>"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

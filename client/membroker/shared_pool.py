@@ -174,6 +174,10 @@ class SharedMemoryPool(Closing):
             return
         uninterrupted(self._close)
 
+    def __repr__(self) -> str:
+        closed = ", closed" * (self._closed or self._lender.closed)
+        return f"<membroker.SharedMemoryPool of {len(self._models)} models{closed}>"
+
     def _close(self) -> None:
         with ExitStack() as ends:
             with self._lock:

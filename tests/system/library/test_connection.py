@@ -21,6 +21,7 @@ from tests.support.threads import together
 from tests.support.workers import worker
 
 import membroker
+from membroker import aio
 from membroker.session import rpc
 
 PAGE = 2 * MIB
@@ -89,6 +90,15 @@ class TestMainJob:
         for words in wrong:
             with pytest.raises(membroker.InvalidRequest, match=next(iter(words))):
                 membroker.connect(daemon.endpoint(), **words)
+
+    def test_what_is_closed_says_so(self, daemon: Daemon) -> None:
+        """A user prints what raises ClosedError: it, and all that came from its client."""
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.model("m")
+            shared = membroker.SharedMemoryPool(client, page_size=PAGE)
+            found = [client, model, model.pool(page_size=PAGE), model.allocate(PAGE), shared, aio.AsyncClient(client)]
+            assert not any("closed" in repr(each) for each in found)
+        assert [repr(each) for each in found if "closed" not in repr(each)] == []
 
     def test_listings_in_pages(self, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
         """More models than one answer may have; the user sees one list."""
