@@ -15,7 +15,7 @@ import platform
 import resource
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,23 +80,25 @@ class Check:
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Print every check; return 1 when one fails, else 0."""
-    checks = examine(options.endpoint)
+    checks = []
+    for check in examine(options.endpoint):
+        checks.append(check)
+        if not options.json:
+            advice = f"\n      {check.advice}" if check.advice else ""
+            print(tables.printable(f"{check.status:4}  {check.name}: {check.found}") + advice, flush=True)
     if options.json:
         tables.print_json(checks, sys.stdout)
-    else:
-        for check in checks:
-            advice = f"\n      {check.advice}" if check.advice else ""
-            print(tables.printable(f"{check.status:4}  {check.name}: {check.found}") + advice)
     return int(any(check.status == "fail" for check in checks))
 
 
-def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[Check]:
-    """Run every check on this machine, as this user.
+def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> Iterator[Check]:
+    """Run every check on this machine, as this user, and yield each as it is made.
 
     If an endpoint is named, or a daemon runs on this machine already, what only a daemon needs cannot fail.
     """
     if sys.platform != "linux":
-        return [Check("system", "fail", sys.platform, "membroker needs Linux: memfd, pidfd and SCM_RIGHTS")]
+        yield Check("system", "fail", sys.platform, "membroker needs Linux: memfd, pidfd and SCM_RIGHTS")
+        return
     looks: tuple[tuple[str, Callable[[], Check]], ...] = (
         ("python", lambda: check_python(sys.version_info[:3])),
         ("system calls", check_system_calls),
@@ -122,10 +124,12 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
         ("unaccounted", lambda: check_unaccounted(endpoint, env)),
         ("guarantees", lambda: check_guarantees(endpoint, env)),
     )
-    checks = [_look(name, look) for name, look in looks]
-    if checks[-1].advice == _SILENT:  # each would wait for the answer once more
-        return checks + [Check(name, "ok", "not checked: the broker does not answer") for name, _ in of_broker]
-    return checks + [_look(name, look) for name, look in of_broker]
+    for name, look in looks:
+        check = _look(name, look)
+        yield check
+    is_silent = check.advice == _SILENT  # then each would wait for the answer once more
+    for name, look in of_broker:
+        yield Check(name, "ok", "not checked: the broker does not answer") if is_silent else _look(name, look)
 
 
 def _of_daemon(check: Check, endpoint: str | None, env: Mapping[str, str]) -> Check:

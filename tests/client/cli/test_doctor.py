@@ -180,6 +180,21 @@ def test_what_cannot_be_looked_at_is_a_failure_not_a_crash(monkeypatch: pytest.M
     assert len(checks) == 18
 
 
+def test_a_check_is_printed_before_the_next_one_is_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They take seconds together, and one that hangs is known by the line before it."""
+    said = []
+
+    def looks() -> doctor.Check:
+        said.append(capsys.readouterr().out)
+        return doctor.Check("gpu", "ok", "none")
+
+    monkeypatch.setattr(doctor, "check_gpu", looks)
+    cli.main(["doctor", "--endpoint", "/nowhere"])
+    assert said[0].splitlines()[-1] == "ok    host driver: an extent was made, seen and freed"
+
+
 def test_another_system_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     (check,) = doctor.examine(None)
