@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, MembrokerError
 from ..ext import enter, names
 from ..guest.settings import Ports, Settings, parse_ports
 from . import commands, engines
@@ -195,6 +195,8 @@ def _execute(program: list[str], execute: Callable[[str], int]) -> int:
         if not found:
             raise FileNotFoundError(errno.ENOENT, "there is no such program on PATH")
         return execute(found)
+    except MembrokerError:  # some are OSErrors, too
+        raise
     except (OSError, ValueError) as error:  # a null byte in an argument
         what = error.strerror if isinstance(error, OSError) else str(error)
         missing = isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR)

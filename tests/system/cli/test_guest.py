@@ -275,6 +275,17 @@ def test_a_program_that_does_not_exist_has_the_shells_status(daemon: Daemon) -> 
         assert "cannot start '/no/such/program'" in one.said.read_text()
 
 
+def test_a_broker_that_refuses_the_guest_is_told_from_a_program_that_cannot_start() -> None:
+    """AccessDenied is an OSError, too."""
+    with running({"tenants": {"red": {"uids": [os.geteuid() + 1]}}}) as daemon:
+        options = ["--endpoint", str(daemon.endpoint("red")), "--model", "m", "--memory", "2MiB"]
+        command = [sys.executable, "-m", "membroker", "run", "--guest", *options, "--", "true"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
+    assert done.returncode == 1
+    assert "cannot start" not in done.stderr
+    assert f"uid {os.geteuid()} may not use this endpoint" in done.stderr
+
+
 def test_a_guest_in_a_guest_is_refused(daemon: Daemon) -> None:
     """Both would suspend the same processes, and the inner one would take them for awake."""
     inner = ["-m", "membroker.cli.main", "run", "--guest", "--endpoint", str(daemon.endpoint()), "--model", "inner"]
