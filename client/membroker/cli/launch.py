@@ -104,7 +104,9 @@ def _ports(text: str) -> Ports:
     try:
         return parse_ports(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} does not name two ports, as in 8188:18188") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not [ADDRESS:]PORT:PORT with two different ports, as in 8188:18188 or 0.0.0.0:8188:18188"
+        ) from None
 
 
 def _model(text: str) -> str:

@@ -7,9 +7,11 @@ all that it has left behind is ended, and this process ends in the same way.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -64,7 +66,10 @@ def run(
             try:
                 door = Door(ports, say)
             except OSError as error:
-                raise MembrokerError(f"the door cannot listen at {ports.address}:{ports.port}: {error}") from error
+                is_elsewhere = error.errno in (errno.EADDRNOTAVAIL, socket.EAI_NONAME)
+                hint = ", and ADDRESS of --door [ADDRESS:]PORT:PORT must be one of this machine" * is_elsewhere
+                said = str(error.strerror).partition(" (while ")[0]  # Python repeats the address
+                raise MembrokerError(f"the door cannot listen at {ports.address}:{ports.port}: {said}{hint}") from error
             stack.callback(door.close)
         adopt_orphans()
         warden = Warden()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from typing import Literal, NamedTuple
 
 
@@ -34,8 +35,12 @@ class Ports(NamedTuple):
 
 def parse_ports(text: str) -> Ports:
     """Return the ports that [ADDRESS:]PORT:PORT says; raises `ValueError`."""
-    *address, port, program = text.rsplit(":", 2)
-    ports = Ports(address[0].strip("[]") if address else "127.0.0.1", int(port), int(program))
-    if not (0 < ports.port < 1 << 16 and 0 < ports.program < 1 << 16) or ports.port == ports.program:
+    *before, port, program = text.rsplit(":", 2)
+    address = before[0] if before else "127.0.0.1"
+    if ":" in address:
+        address = address[1:-1] if address.startswith("[") and address.endswith("]") else address
+        IPv6Address(address)
+    ports = Ports(address, int(port), int(program))
+    if not address or not (0 < ports.port < 1 << 16 and 0 < ports.program < 1 << 16) or ports.port == ports.program:
         raise ValueError
     return ports

@@ -90,9 +90,12 @@ def test_a_wrong_command_line_is_status_2(capsys: pytest.CaptureFixture[str]) ->
             ("run", "--guest", "--model", "m", "--memory", "1GiB", "--sleep-after", "3", "--", "true"),
             "--sleep-after counts from the last connection",
         ),
-        (
-            ("run", "--guest", "--model", "m", "--memory", "1GiB", "--door", "80", "--", "true"),
-            "does not name two ports",
+        *(
+            (
+                ("run", "--guest", "--model", "m", "--memory", "1GiB", "--door", door, "--", "true"),
+                f"{door!r} is not [ADDRESS:]PORT:PORT",
+            )
+            for door in ("80", "80:80", "80:81:82:3", ":80:81", "[::1:80:81", "0:80", "a:b")
         ),
         (("run", "--door", "1:2", "--", "true"), "--door is for a guest: give --guest, too"),
     ]:
