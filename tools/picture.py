@@ -1,14 +1,16 @@
 """Draw the packages and their imports in ARCHITECTURE.md: `python -m tools.picture`, with `--check` to compare only.
 
 Reads the imports with grimp, which import-linter brings. A package is one box. Arrows that a longer way implies are not
-drawn.
+drawn. The tables above the picture must name each box once.
 """
 
 from __future__ import annotations
 
 import graphlib
+import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import grimp
@@ -44,20 +46,34 @@ def drawn(graph: Graph, root: str) -> Iterator[str]:
     yield from ("```", "")
 
 
+def unnamed(page: str, boxes: Iterable[str]) -> Iterator[str]:
+    """Yield what is wrong with the tables: boxes that are not in one row each, and names without a box."""
+    named: Counter[str] = Counter()
+    for part in ("broker/membrokerd/", "client/membroker/"):
+        _, _, table = page.partition(f"`{part}` | |\n")
+        for row in table.partition("\n\n")[0].splitlines():
+            root, first = Path(part).name, row.split("|")[1]
+            named.update(f"{root}.{name}" for name in re.findall(r"`(\w+)`", first))
+    for box in sorted({*boxes, *named}):
+        if box not in boxes or named[box] != 1:
+            yield f"{box} is in {named[box]} rows of the tables, and {'' if box in boxes else 'not '}in the picture"
+
+
 def main(arguments: list[str]) -> int:
-    """Write the picture, or say that it is stale."""
+    """Write the picture, or say that it is stale; and say what the tables lack."""
     page, graph = PAGE.read_text(), reduced(read())
     before, _, rest = page.partition(BEGIN)
     after = rest.partition(END)[2]
     lines = [*drawn(graph, "membrokerd"), "The library:", *drawn(graph, "membroker")]
     fresh = before + BEGIN + "\n".join(["", "The daemon:", *lines, ""]) + END + after
-    if fresh == page:
-        return 0
-    if "--check" in arguments:
-        print("ARCHITECTURE.md: the picture of the packages is stale: make picture")
-        return 1
-    PAGE.write_text(fresh)
-    return 0
+    wrong = list(unnamed(page, graph))
+    if "--check" not in arguments:
+        PAGE.write_text(fresh)
+    elif fresh != page:
+        wrong.append("the picture of the packages is stale: make picture")
+    for what in wrong:
+        print(f"ARCHITECTURE.md: {what}")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
