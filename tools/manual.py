@@ -8,6 +8,7 @@ they are the same on every machine.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 import textwrap
@@ -17,6 +18,7 @@ from pathlib import Path
 import shtab
 
 from membroker.cli.main import _parser as client_parser
+from membroker.wire import help_text
 from membrokerd.cli import _parser as daemon_parser
 
 ROOT = Path(__file__).parents[1]
@@ -55,10 +57,10 @@ def page(parser: argparse.ArgumentParser, section: int, other: str) -> str:
         *(".SH DESCRIPTION", _text(parser.description or "")),
         *(".SH OPTIONS", *_options(parser), *_epilog(parser)),
     ]
-    commands = list(_commands(parser, parser.prog))
-    if commands:
+    below = list(commands(parser, parser.prog))
+    if below:
         lines.append(".SH COMMANDS")
-    for words, command in commands:
+    for words, command in below:
         lines += [f".SS {_text(' '.join((words, *_arguments(command))))}", _text(command.description or "")]
         lines += [*_options(command), *_epilog(command)]
     lines += [".SH SEE ALSO", other, ""]
@@ -71,13 +73,13 @@ def _first(parser: argparse.ArgumentParser) -> str:
     return sentence[:1].lower() + sentence[1:]
 
 
-def _commands(parser: argparse.ArgumentParser, words: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def commands(parser: argparse.ArgumentParser, words: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Yield each command that does something, and those below it."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():
                 yield f"{words} {name}", inner
-                yield from _commands(inner, f"{words} {name}")
+                yield from commands(inner, f"{words} {name}")
 
 
 def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -108,7 +110,7 @@ def _chapter(parser: argparse.ArgumentParser) -> Iterator[str]:
     """Yield the lines of a command and of all below it in docs/cli.md. What several notes say is said once."""
     said: set[str] = set()
     yield from ("", f"## {parser.prog}", *_described(parser, said))
-    for words, command in _commands(parser, parser.prog):
+    for words, command in commands(parser, parser.prog):
         yield from ("", f"### {words}", "", f"`{' '.join((words, *_arguments(command)))}`", *_described(command, said))
 
 
@@ -130,9 +132,14 @@ def _described(parser: argparse.ArgumentParser, said: set[str]) -> Iterator[str]
 
 
 def _epilog(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield the examples and the notes, with their line breaks."""
-    if parser.epilog:
-        yield from (".PP", ".nf", *(_text(line) or ".sp" for line in parser.epilog.strip("\n").splitlines()), ".fi")
+    """Yield the examples with their line breaks, and the notes without: `man` fills them."""
+    for is_kept, lines in itertools.groupby(
+        filter(None, help_text.units(parser.epilog or "")), lambda line: line.startswith(" ")
+    ):
+        if is_kept:
+            yield from (".nf", *map(_text, lines), ".fi")
+        else:
+            yield from (part for line in lines for part in (".PP", _text(line)))
 
 
 def _text(text: str) -> str:

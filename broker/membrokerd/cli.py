@@ -331,11 +331,13 @@ def _serve(config: Config, reloader: Reloader) -> int:
 def _parser() -> argparse.ArgumentParser:
     import argparse
 
+    from membroker.wire.help_text import HelpFormatter
+
     parser = argparse.ArgumentParser(
         prog="membrokerd",
         description="Own the memory of one GPU and lend it to the processes of many tenants.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"membrokerd {version_text(__version__)}")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; options given here override it")

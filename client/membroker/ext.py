@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .views import Span as Span  # bytes that stay mapped while it lives
     from .views import Views as Views  # which views of some memory are alive
     from .wire import build as build  # of which commit this installation is
+    from .wire import help_text as help_text  # the help of a command at the width of its terminal
     from .wire import names as names  # the grammar of names, the limits that both sides check, environment variables
     from .wire import ownership as ownership  # whose a path is, and which ids stand for many users
     from .wire import paths as paths  # which paths a socket can have, and how they are shown
@@ -54,6 +55,7 @@ _MODULES = {
     "device_failures": "interrupts",
     "endpoint": "session",
     "enter": "client",
+    "help_text": "wire",
     "names": "wire",
     "ownership": "wire",
     "paths": "wire",

@@ -78,7 +78,7 @@ def test_man_shows_the_page(page: str) -> None:
     text = run("man", "--warnings", "-l", SHARE / "man" / page, MANPAGER="cat", MANWIDTH="200", LC_ALL="C.UTF-8")
     plain = re.sub(r".\x08", "", text)
     parser = manual.client_parser() if page.endswith(".1") else manual.daemon_parser()
-    for words, command in manual._commands(parser, parser.prog):
+    for words, command in manual.commands(parser, parser.prog):
         assert f"   {words}" in plain
         for action in command._actions:
             assert all(option in plain for option in action.option_strings if option not in ("-h", "--help")), words

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
-from ..ext import names
+from ..ext import help_text, names
 from ..vmm.sizes import parse_size
 from . import tables
 from .books import open_books
@@ -32,10 +32,10 @@ The command uses the admin endpoint, which only the daemon's user and root can u
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help keeps its lines, that takes no shortened options, and that says what was meant."""
+    """A parser whose help fits the terminal, that takes no shortened options, and that says what was meant."""
 
     def __init__(self, **settings: object) -> None:
-        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        settings.setdefault("formatter_class", help_text.HelpFormatter)
         super().__init__(**settings, allow_abbrev=False)  # type: ignore[arg-type]
         self.set_defaults(parser=self)
 

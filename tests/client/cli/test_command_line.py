@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from tests.support.command import refused
+from tools import manual
 
 from membroker import types
 from membroker.admin import ProcessStatus, TenantBooks, TenantStatus
 from membroker.cli import main as cli
 from membroker.cli.books import admin_socket
 from membroker.errors import InvalidRequest
+from membrokerd import cli as daemon
 
 
 def test_a_wrong_command_line_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,6 +134,21 @@ def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
         assert caught.value.code == 0
         text = capsys.readouterr().out
         assert re.search(rf"examples?:\n  membroker {arguments}", text)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_every_help_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal breaks a longer line in the middle of a word; and no line of a paragraph ends before it is full."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    roots = (cli._parser(), daemon._parser())
+    for name, parser in (each for root in roots for each in [(root.prog, root), *manual.commands(root, root.prog)]):
+        lines = parser.format_help().splitlines()
+        for line, following in pairwise(lines):
+            is_example = line.startswith(f"  {name.split()[0]} ")  # it is copied
+            assert len(line) < columns or is_example, (name, line)
+            if line and following and not (line + following).startswith(" ") and following[0] != " ":
+                assert len(f"{line} {following.split()[0]}") > columns - 2, (name, line)
+        assert not any(re.fullmatch(r" {4}[a-z]+", line) for line in lines), f"{name}: a name without its summary"
 
 
 def test_the_examples_for_jq_name_fields_that_json_has(capsys: pytest.CaptureFixture[str]) -> None:
