@@ -88,13 +88,14 @@ class Screen:
                 curses.init_pair(pair, colour, -1)
             self._late, self._refused = curses.color_pair(1), curses.color_pair(2)
         self._screen.timeout(_POLL_MS)
-        drawn: list[Snapshot] = []
+        drawn: object = None
         pressed = True
         while True:
             found = self._snapshots()
-            if pressed or found != drawn:
+            shown = (found, int(time.time()))  # the clock goes on, whether a broker answers or not
+            if pressed or shown != drawn:
                 self._draw(found)
-                drawn = found
+                drawn = shown
             try:
                 key = self._screen.get_wch()
             except curses.error as error:  # no key in this time
@@ -147,7 +148,7 @@ class Screen:
         height, width = self._screen.getmaxyx()
         rows = self._rows(snapshots)
         self._pod_room = _pod_room(rows, width, len(snapshots) > 1)
-        lines = list(self._lines(snapshots, width))
+        lines = list(self._lines(snapshots, width, len(rows)))
         head = len(lines)
         self._top = max(0, min(self._top, len(rows) - max(1, height - head)))
         lines += [
@@ -157,7 +158,7 @@ class Screen:
             )
             for row in rows[self._top :][:height]
         ]
-        if not rows:
+        if not rows and all(snapshot.device for snapshot in snapshots):
             lines.append(("no models" + (f" that match {self._filter!r}" if self._filter else ""), curses.A_DIM))
         self._screen.erase()
         for number, (line, attribute) in enumerate(lines[:height]):
@@ -175,8 +176,9 @@ class Screen:
         rows.sort(key=lambda row: (figure(row), row.name, row.device), reverse=self._reverse)
         return rows
 
-    def _lines(self, snapshots: Sequence[Snapshot], width: int) -> Iterator[tuple[str, int]]:
-        """Yield the lines above the rows: the devices, the keys, the heads of the columns."""
+    def _lines(self, snapshots: Sequence[Snapshot], width: int, count: int) -> Iterator[tuple[str, int]]:
+        """Yield the lines above `count` rows: the devices, the keys, the heads of the columns."""
+        what = "tenant" if self._by_tenant else "model"
         for snapshot in snapshots:
             yield from _device_lines(snapshot, width, self._late)
         if self._typing is not None:
@@ -185,13 +187,14 @@ class Screen:
             for line in _filled(_KEYS, "  ", width):
                 yield line, curses.A_DIM
         else:
-            footer = f"by {_ORDERS[self._order][0]}{', reversed' * self._reverse}"
-            footer += f", filter {self._filter!r}" if self._filter else ""
+            known = f"{count} {what}{'s' * (count != 1)} " if all(snapshot.device for snapshot in snapshots) else ""
+            order = f"{known}by {_ORDERS[self._order][0]}{', reversed' * self._reverse}"
+            order += f", filter {self._filter!r}" if self._filter else ""
             host = os.environ.get(names.NODE_VARIABLE) or socket.gethostname()
-            footer += f"   (h help, q quit)   {host}, {time.strftime('%H:%M:%SZ', time.gmtime())}"
-            yield footer, curses.A_DIM
+            clock = f"{host}, {time.strftime('%H:%M:%SZ', time.gmtime())}"
+            for line in _filled((order, "(h help, q quit)", clock), "   ", width):
+                yield line, curses.A_DIM
         heads = "".join(f"{head:>{_WIDTH}}" for head in self._shown(_HEADS, width, len(snapshots) > 1))
-        what = "tenant" if self._by_tenant else "model"
         heads += self._pod("pod") + "  device" * (len(snapshots) > 1)
         yield f"{what:<{_name_width(width)}}{heads}", curses.A_REVERSE
 

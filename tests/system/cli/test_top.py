@@ -26,6 +26,7 @@ from membroker.cli.readers import Snapshot
 
 COMMAND = ("-m", "membroker.cli.main", "top", "--interval", "0.1")
 SILENT = re.compile(r"^host: no answer for [2-9] s, these numbers are from (\d\d:\d\d:\d\d)Z$", re.MULTILINE)
+CLOCK = re.compile(r"\d\d:\d\d:\d\dZ$", re.MULTILINE)
 CONFIG = {"capacity": "1GiB", "tenants": {"red": {"guarantee": "256MiB"}, "blue": {}}}
 
 
@@ -119,11 +120,16 @@ def test_a_narrow_terminal_cuts_neither_the_keys_nor_the_device(daemon: Daemon, 
             assert terminal.lines()[0].endswith(", 1 session, DRAINED")
             terminal.press("h")
             until(lambda: all(key in terminal.text() for key in ("R reverse", "t tenants", "/ filter", "q quit")))
+            terminal.press("h")
+            until(lambda: "1 model by used   (h help, q quit)" in terminal.text())
+            terminal.press("h")
             terminal.resize(125, 12)  # docs/operating.md: enough for all columns
             until(lambda: any(line.endswith("      rate   refused") for line in terminal.lines()))
             terminal.resize(40, 12)
             until(lambda: all(len(line) < 40 for line in terminal.lines()) and names(terminal) == ["red/chat"])
             assert " ".join(terminal.text().split()).partition(" u used")[0].endswith(", 1 session, DRAINED")
+            terminal.press("h")
+            until(lambda: CLOCK.search(terminal.text()))
 
 
 def test_a_wait_shows_its_bytes_and_the_shares(daemon: Daemon, red: membroker.Client, blue: membroker.Client) -> None:
@@ -220,7 +226,10 @@ def test_a_daemon_that_stops_dies_and_comes_back(daemon: Daemon, red: membroker.
             until(lambda: "R reverse" in terminal.text())
         daemon.kill()
         until(lambda: "is dead and left its socket behind; start one with" in " ".join(terminal.text().split()))
-        until(lambda: names(terminal) == ["no"])  # the rest of that screen: no numbers of a broker that is gone
+        until(lambda: names(terminal) == [])  # no numbers of a broker that is gone, and not that it has no models
+        terminal.press("h")
+        clocks: set[str] = set()
+        until(lambda: clocks.update(CLOCK.findall(terminal.text())) or len(clocks) > 1)
         assert colour(terminal, "host:") == "red"
         daemon.start_again()
         until(lambda: row(terminal, "red/chat")[1:2] == ["64.0MiB"])
