@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -236,10 +236,11 @@ class _Child:
             logs.warn("a socket of the parent was removed and has been bound again", gpu=self.uuid, path=self._address)
 
     def close(self) -> None:
-        """Remove the socket for notices."""
+        """Remove the socket for notices, if it can be removed."""
         asyncio.get_running_loop().remove_reader(self._notices)
         self._notices.close()
-        self._address.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._address.unlink()
 
 
 class AllGpus:

@@ -21,6 +21,7 @@ from membroker.v1 import admin_pb2, resources_pb2
 from membrokerd.core import facts as ft
 from membrokerd.core.names import ModelName
 from membrokerd.restart.journal import Binding, Journal
+from membrokerd.system.device_directory import DeviceDirectory, DirectoryError
 
 PATIENT = {"settle_seconds": 600.0}
 """Longer than any test: what is credited was shown free by the device."""
@@ -232,6 +233,24 @@ def test_a_start_on_a_full_disk_goes_on_with_the_books(small_disk: Path, kill: b
         one.do("[buffer.close() for buffer in held]; client.close()")
         check_free(daemon)
         assert "the journal" not in daemon.log()
+
+
+def test_a_disk_that_becomes_read_only_stops_no_stop(small_disk: Path) -> None:
+    """As ext4 does after an error of the disk. The sockets stay, and the next daemon replaces them."""
+    with running({"runtime_directory": str(small_disk / "run")}) as daemon:
+        subprocess.run(["mount", "--bind", str(small_disk), str(small_disk)], check=True)
+        try:
+            subprocess.run(["mount", "-o", "remount,ro,bind", str(small_disk)], check=True)
+            assert daemon.stop() == 0
+            assert "Traceback" not in daemon.log()
+            assert daemon.log().endswith("INFO stopped\n")
+            with pytest.raises(DirectoryError, match="its file system is read-only"):
+                DeviceDirectory(small_disk / "run", "host")
+        finally:
+            subprocess.run(["umount", "--lazy", str(small_disk)], check=True)
+        assert (daemon.endpoint() / "handoff.sock").is_socket()
+        daemon.start_again()
+        check_free(daemon)
 
 
 def pidfds(pid: int) -> int:

@@ -140,7 +140,7 @@ class Endpoints:
         """Start a gRPC server with one of our services, and a proxy in front of it at `public`; `stack` ends both."""
         loop = self._dispatcher.loop
         private = self._directory.private("grpc")
-        stack.callback(private.unlink, missing_ok=True)
+        stack.callback(self._directory.discard, private)
         guard = Guard(self._dispatcher, self._calls, refusals.endpoint, has_users=has_users, is_admin=is_admin)
         sock = self._directory.listen(public, ownership, socket.SOCK_STREAM)
         stack.callback(sock.close)

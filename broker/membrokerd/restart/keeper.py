@@ -162,9 +162,10 @@ class Keeper:
                 look = time.monotonic() + LOOK_SECONDS
 
     def leave(self) -> None:
-        """Remove the socket, unless another file has replaced it."""
+        """Remove the socket, unless another file has replaced it, or it cannot be removed."""
         if _identity(self._path) == self._identity:
-            os.unlink(self._path)
+            with suppress(OSError):  # the disk became read-only
+                os.unlink(self._path)
 
     def _is_needed(self) -> bool:
         if _identity(self._path) != self._identity:

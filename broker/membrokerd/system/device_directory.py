@@ -20,7 +20,7 @@ from pathlib import Path
 from membroker.wire.ownership import stranger_in, user_text
 from membroker.wire.paths import socket_fault
 
-from . import files
+from . import files, logs
 
 MAX_EPOCH = (1 << 24) - 1
 """The last epoch. An id is an epoch and a counter, together 64 bits."""
@@ -54,9 +54,10 @@ def try_runtime(runtime: Path, device: str, tenants: Collection[str]) -> None:
     if not there.is_dir():
         raise DirectoryError(f"{there} is not a directory: move it away, or choose another with --runtime-directory")
     if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+        is_read_only = os.statvfs(there).f_flag & os.ST_RDONLY
+        why = "its file system is read-only" if is_read_only else f"this user cannot write there{_owner(there)}"
         raise DirectoryError(
-            f"cannot use {there}: this user cannot write there{_owner(there)}; fix that, or choose another directory "
-            "with --runtime-directory DIR"
+            f"cannot use {there}: {why}; fix that, or choose another directory with --runtime-directory DIR"
         )
     for tenant in tenants:
         _check_path(runtime / device / "tenants" / tenant / "handoff.sock")
@@ -290,7 +291,7 @@ class DeviceDirectory:
         for directory in self.root.glob("tenants/*"):
             if directory.name not in tenants:
                 try:
-                    self.close(directory)
+                    self._clear(directory)
                 except OSError as error:
                     raise DirectoryError(f"cannot remove {error.filename}: {error.strerror}; fix that") from error
 
@@ -358,10 +359,19 @@ class DeviceDirectory:
         return listener
 
     def close(self, endpoint: Path) -> None:
-        """Remove the sockets of an endpoint. The lock itself is held until the process exits.
+        """Remove the sockets of an endpoint, if they can be removed. The lock is held until the process exits."""
+        try:
+            self._clear(endpoint)
+        except OSError as error:
+            logs.warn("a socket cannot be removed", path=error.filename, error=error.strerror)
 
-        If the device's directory was replaced, what is there belongs to another daemon.
-        """
+    def discard(self, private: Path) -> None:
+        """Remove a socket that only the daemon's user can reach, if it can be removed: else the next daemon does it."""
+        with suppress(OSError):
+            private.unlink()
+
+    def _clear(self, endpoint: Path) -> None:
+        """Remove the sockets of an endpoint; if the device's directory was replaced, they belong to another daemon."""
         for path in (endpoint / "handoff.sock", endpoint / "grpc.sock"):
             self._sockets.pop(path, None)
             if path.is_socket() and self.is_in_place():
