@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import time
 import traceback
@@ -333,7 +334,7 @@ def _text_line(time: str, level: str, event: str, fields: Fields) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else json.dumps(value, default=str)
     return text if _BARE.fullmatch(text) else json.dumps(text)
 
 

@@ -268,6 +268,13 @@ def test_sizes_names_and_ids_are_shown_by_one_rule(capture: Capture) -> None:
         assert line in lines
 
 
+def test_a_path_is_shown_as_text_is(capture: Capture) -> None:
+    """It was quoted twice: file="\\"/run/x\\""."""
+    out = capture("text")
+    logs.warn("a probe cannot see it", file=Path("/run/x"), other=Path("/run/a b"))
+    assert out.getvalue().endswith(' file=/run/x other="/run/a b"\n')
+
+
 def test_in_the_journal_each_line_has_its_priority(
     tmp_path: Path, capture: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
