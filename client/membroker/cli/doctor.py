@@ -56,8 +56,8 @@ Status = Literal["ok", "warn", "fail"]
 _NOT_THERE = "if the daemon should run: `systemctl status membrokerd`, and its log, `journalctl -u membrokerd`"
 _SILENT = "`journalctl -u membrokerd` says what it did last"
 _MAKE_ROOM = (
-    "make room on the disk of its runtime directory (`df -h /run/membroker`): it then lends again by itself, and takes "
-    "releases meanwhile"
+    "make room on the disk of its journal (its log has the path, and `df -h` the room): it then lends again by itself, "
+    "and takes releases meanwhile"
 )
 _DEVICE_LOST = (
     "`nvidia-smi` and `dmesg | grep -i xid` say what the GPU has: after a reset or a reboot start the daemon and the "
