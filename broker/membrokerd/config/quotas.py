@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from membroker.wire.names import SYSTEM_DIRECTORY
 from membroker.wire.ownership import stranger_in
+from membroker.wire.paths import unwritable
 
 from ..core.names import QuotaKey
 from ..core.rows import Quota
@@ -112,8 +113,8 @@ def trouble(directory: Path) -> str:
     there = next(part for part in (directory, *directory.parents) if os.path.exists(part))
     if not there.is_dir():
         why = "is not a directory"
-    elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
-        why = "cannot be written by this user"
+    elif said := unwritable(there):
+        why = f"cannot be written, because {said}"
     else:
         return ""
     return f"{_REFUSED} in {directory} and {there} {why}: change that, or set another state_directory"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from membroker.wire.ownership import stranger_in, user_text
-from membroker.wire.paths import socket_fault
+from membroker.wire.paths import socket_fault, unwritable
 
 from . import files, logs
 
@@ -53,11 +53,10 @@ def try_runtime(runtime: Path, device: str, tenants: Collection[str]) -> None:
     there = next(part for part in (runtime, *runtime.parents) if part.exists())
     if not there.is_dir():
         raise DirectoryError(f"{there} is not a directory: move it away, or choose another with --runtime-directory")
-    if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
-        is_read_only = os.statvfs(there).f_flag & os.ST_RDONLY
-        why = "its file system is read-only" if is_read_only else f"this user cannot write there{_owner(there)}"
+    if why := unwritable(there):
         raise DirectoryError(
-            f"cannot use {there}: {why}; fix that, or choose another directory with --runtime-directory DIR"
+            f"cannot use {there}: {why}{_owner(there)}; fix that, or choose another directory with "
+            "--runtime-directory DIR"
         )
     for tenant in tenants:
         _check_path(runtime / device / "tenants" / tenant / "handoff.sock")

@@ -367,9 +367,9 @@ def check_runtime_directory(env: Mapping[str, str], uid: int) -> Check:
         advice = "set the variable to a directory of your own (after `su` it is another user's), or use another with "
         return Check("runtime directory", "fail", stranger, f"{advice}--runtime-directory")
     existing = next(part for part in (directory, *directory.parents) if part.exists())
-    if not os.access(existing, os.W_OK | os.X_OK):
+    if why := paths.unwritable(existing):
         advice = f"make {directory} as root and give it to this user, or choose another with --runtime-directory"
-        return Check("runtime directory", "fail", f"{existing} cannot be written to", advice)
+        return Check("runtime directory", "fail", f"{existing} cannot be written to: {why}", advice)
     if paths.socket_fault(directory / LONG_ENDPOINT):
         return Check("runtime directory", "warn", f"{directory} is long", "tenants with long names will not fit")
     return Check("runtime directory", "ok", str(directory))

@@ -1,4 +1,4 @@
-"""The path of a socket: which paths cannot have one that everybody can reach, and how gRPC is told of one.
+"""Paths: which cannot have a socket that everybody can reach or cannot be written, and how gRPC is told of a socket.
 
 The kernel takes any bytes but NUL, up to a length. gRPC takes a URI, in which other bytes must be quoted.
 """
@@ -22,6 +22,17 @@ def socket_fault(path: Path) -> str:
     if b"," in encoded:
         return f"{printable(path)} has a comma, which gRPC takes for the end of a path"
     return ""
+
+
+def unwritable(directory: Path) -> str:
+    """Return why nothing can be made in a directory, which exists, or ""."""
+    if os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+        return ""
+    return (
+        "its file system is read-only"
+        if os.statvfs(directory).f_flag & os.ST_RDONLY
+        else "this user cannot write there"
+    )
 
 
 def grpc_target(path: Path) -> str:

@@ -223,7 +223,7 @@ def test_a_place_that_cannot_be_written_is_told_before_a_command_fails(
     assert "state_directory" in said
     assert read(tmp_path / "file" / "host" / "quotas.toml") == {}, "the daemon starts"
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
-    assert f"{tmp_path} cannot be written by this user" in trouble(tmp_path / "kept" / "host")
+    assert f"{tmp_path} cannot be written, because this user cannot" in trouble(tmp_path / "kept" / "host")
 
 
 def test_a_second_daemon_overwrites_nothing(path: Path) -> None:

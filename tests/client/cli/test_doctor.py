@@ -65,7 +65,7 @@ def test_the_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert (long.status, long.advice) == ("warn", "tenants with long names will not fit")
         too_long = doctor.check_runtime_directory({"XDG_RUNTIME_DIR": f"{directory}/".ljust(76, "x")}, 1000)
         assert too_long.status == "fail"
-        monkeypatch.setattr(os, "access", lambda *_: False)
+        monkeypatch.setattr(os, "access", lambda *_, **__: False)
         closed = doctor.check_runtime_directory({"XDG_RUNTIME_DIR": directory}, 1000)
         assert closed.status == "fail"
         assert "cannot be written to" in closed.found
