@@ -265,7 +265,11 @@ def _fair(numbers: Mapping[str, int | str]) -> str:
         return ""
     share, obtainable = int(numbers["share_bytes"]), int(numbers["obtainable_bytes"])
     has = f", {format_exact(obtainable)} more than it has" if obtainable else ", and it has that much" if share else ""
-    waited = f", and the request waited {int(numbers['waited_ms']) / 1000:.1f} s" if "waited_ms" in numbers else ""
+    waited = (
+        f", and the request waited {int(numbers['waited_ms']) / 1000:.1f} s at the broker"
+        if "waited_ms" in numbers
+        else ""
+    )
     recalled = ""
     if "recalled_bytes" in numbers:
         size = format_exact(int(numbers["recalled_bytes"]))

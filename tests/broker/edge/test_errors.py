@@ -218,7 +218,7 @@ SENTENCES: list[tuple[Reason, dict[str, int | str], list[str]]] = [
     (
         Reason.CAPACITY,
         {**LEVEL, **SHARE, "waited_ms": 1_500},
-        ["; its share is 20.0 MiB, 12.0 MiB more than it has, and the request waited 1.5 s$"],
+        ["; its share is 20.0 MiB, 12.0 MiB more than it has, and the request waited 1.5 s at the broker$"],
     ),
     (
         Reason.CAPACITY,
