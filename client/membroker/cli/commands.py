@@ -197,7 +197,10 @@ def weight(text: str) -> tuple[int | None]:
 
 def timeout(text: str) -> float:
     """Return a number of seconds, or 0."""
-    return 0.0 if text == "0" else seconds(text)
+    try:
+        return 0.0 if text == "0" else seconds(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or 0") from None
 
 
 def seconds(text: str) -> float:

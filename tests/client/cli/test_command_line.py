@@ -55,6 +55,7 @@ def test_a_wrong_command_line_is_status_2(capsys: pytest.CaptureFixture[str]) ->
         ),
         (("status", "--device", "1", "--endpoint", "/run/x"), "not allowed with argument"),
         (("forget", "llama-7b"), "'llama-7b' is not a session, as in sessions/"),
+        (("drain", "--timeout=-1"), "'-1' is not a number of seconds from 0.05 to 86400, or 0\n"),
         (("drain", "--deadline", "0"), "is not a number of seconds"),
         (("segments", "load", "x", "weights"), "name the segment and its model once"),
         (("segments", "load", "x", "a/weights", "--model", "b"), "name the segment and its model once"),
