@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from membroker.wire.help_text import HelpFormatter
+
 from . import crew
 from .goals import Goal
 from .plotting import NoMatplotlib, load
@@ -30,7 +32,7 @@ def parser(program: str, description: str, epilog: str = "", outputs: Sequence[s
         prog=f"python -m {program}",
         description=description,
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     found.set_defaults(json=None, plot=None)
