@@ -59,7 +59,9 @@ class RecallsReferee:
         """In time, of sessions that have lost their connection: nobody counts on them, and their time goes on."""
         self.kept: dict[Place, tuple[int, int]] = {}
         self.marks: dict[tuple[ModelName, Location], tuple[int, int, int]] = {}
-        """How often in a row a model answered without a byte, until when that counts against it, and the bytes."""
+        """How often in a row a model did not release, until when that counts against it, and the bytes."""
+        self.debts: dict[tuple[str, Location], tuple[int, int, int]] = {}
+        """When a tenant should have released what it was asked for first, until when it keeps that, and the bytes."""
         self.in_force: set[tuple[ModelName, Location]] = set()
         self.ends: Counter[str] = Counter()
         self._stated: dict[int, ev.StateHolds] = {}
@@ -346,7 +348,28 @@ class RecallsReferee:
                 self._forgive(place, asked.size)
                 self._end(place, "returned")
 
+    def _owe(self, place: Place, one: Asked) -> bool:
+        """Whether the tenant still keeps something although its first answer was due."""
+        key = place[1].tenant, place[2]
+        due, until, size = self.debts.get(key, (0, -1, 0))
+        if one.since > until:
+            due, size = one.deadline, 0
+        self.debts[key] = due, self._world.now + 2 * KEPT_NS, size + one.left
+        return due < self._world.now
+
+    def _mark(self, place: Place, kept: int) -> int:
+        times, until, size = self.marks.get(place[1:], (0, 0, 0))
+        if place[1:] not in self.in_force:
+            times = times + 1 if self._world.now - until <= LONGEST_NS else 1
+            until, size = self._world.now + min(LONGEST_NS, KEPT_NS * 2 ** (times - 1)), 0
+        self.marks[place[1:]] = times, until, max(size, kept)
+        self.in_force.add(place[1:])
+        return until
+
     def _forgive(self, place: Place, size: int) -> None:
+        due, until, owed = self.debts.pop((place[1].tenant, place[2]), (0, 0, 0))
+        if owed > size:
+            self.debts[place[1].tenant, place[2]] = due, until, owed - size
         if size >= self.marks.get(place[1:], (0, 0, 0))[2]:
             self.marks.pop(place[1:], None)
             self.in_force.discard(place[1:])
@@ -360,22 +383,17 @@ class RecallsReferee:
                     self.ends["taken back"] += 1
                     self._taken_back = True
                     one.size, one.left = known, max(0, known - released)
+                overdue = self._owe(place, one) if one.left else False
                 if one.left == one.size:
-                    times, until, size = self.marks.get(place[1:], (0, 0, 0))
-                    if place[1:] in self.in_force:
-                        size = max(size, one.size)
-                    else:
-                        times = times + 1 if self._world.now - until <= LONGEST_NS else 1
-                        until = self._world.now + min(LONGEST_NS, KEPT_NS * 2 ** (times - 1))
-                        size = one.size
-                    self.marks[place[1:]] = times, until, size
-                    self.in_force.add(place[1:])
-                    self.kept[place] = 1 << 62, until
+                    self.kept[place] = 1 << 62, self._mark(place, one.left)
                 elif one.left:
                     self.kept[place] = self.kept.get(place, (0, 0))[0] + one.left, self._world.now + KEPT_NS
+                    if overdue:
+                        self._mark(place, one.left)
                 else:
                     self._forgive(place, one.size)
-                self._end(place, "kept" if one.left else "returned")
+                is_part = 0 < one.left < one.size
+                self._end(place, "late" if overdue and is_part else "kept" if one.left else "returned")
 
     def _set_answers(self, session: int, name: ModelName, answers: bool) -> None:
         sessions = self.answering.setdefault(name, set())
@@ -694,7 +712,16 @@ class RecallsReferee:
 
     def inherit(self, dead: Broker, *, torn: bool) -> None:
         """A daemon begins: no session is connected, and nothing is asked. It knows the guests of the dead one."""
-        for books in (self.answering, self.asked, self.away, self.kept, self.marks, self.in_force, self._stated):
+        for books in (
+            self.answering,
+            self.asked,
+            self.away,
+            self.kept,
+            self.marks,
+            self.debts,
+            self.in_force,
+            self._stated,
+        ):
             books.clear()
         now = self._world.now
         self.guests = {

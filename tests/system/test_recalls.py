@@ -165,7 +165,7 @@ def test_a_silent_borrower_is_late_until_it_answers(stack: ExitStack, capsys: py
         assert red.get() == HALF
 
         assert ended(daemon)["late"] == 1
-        (line,) = until(lambda: re.findall("WARNING a worker does not answer a recall of memory (.*)\n", daemon.log()))
+        (line,) = until(lambda: re.findall("WARNING a worker is late for a recall of memory (.*)\n", daemon.log()))
         fields = f"session={blue.session.welcome.session} model={blue.model} location=device pid={os.getpid()}"
         assert line.startswith(f"{fields} asked_bytes=67108864 returned_bytes=0 result=late after_ms=")
         assert numbers(daemon)["model_late_bytes", "blue"] == 4 * UNIT
@@ -189,7 +189,7 @@ def test_a_silent_borrower_is_late_until_it_answers(stack: ExitStack, capsys: py
         blue.session.answer_recall(silent.recall_id)
         until(lambda: blue.books(daemon).recallable_bytes == 5 * UNIT)
         assert numbers(daemon)["model_late_bytes", "blue"] == 0
-        assert len(re.findall("does not answer a recall", daemon.log())) == 1
+        assert len(re.findall("is late for a recall", daemon.log())) == 1
 
 
 def test_a_daemon_that_is_killed_amid_a_recall_and_a_wait(stack: ExitStack) -> None:

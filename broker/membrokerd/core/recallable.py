@@ -3,8 +3,8 @@
 A guest is a borrower whose declaration can be recalled: all of it or nothing, with all else that it has. It is firm
 while its slice lasts, while it keeps anything, and if its model or its tenant would fall below a guarantee without it.
 
-Owns what each session answers for, the recall that it has not answered, what it keeps, the marks of models that keep
-everything, the guests, and the sums of all that. Must never ask for anything itself: `recalls` does.
+Owns what each session answers for, the recall that it has not answered, what it keeps, the debts of tenants, the marks
+of models, the guests, and the sums of all that. Must never ask for anything itself: `recalls` does.
 """
 
 from __future__ import annotations
@@ -49,10 +49,21 @@ class PendingRecall:
     late: bool = False
 
 
-class Mark(NamedTuple):
-    """A model whose sessions answered recalls without a byte: how often in a row, and until when it is in force.
+class Debt(NamedTuple):
+    """What the sessions of a tenant have kept of one recall after the other: `size` bytes.
 
-    The last of these recalls was for `size` bytes. The mark belongs to the model, so a new session inherits it. It is
+    The first of these recalls was due at `due`. A recall that is sent after `until` is for another debt.
+    """
+
+    due: int
+    until: int
+    size: int
+
+
+class Mark(NamedTuple):
+    """A model that did not release what it was asked for: how often in a row, and until when it is in force.
+
+    The last time it kept `size` bytes. The mark belongs to the model, so a new session inherits it. It is
     remembered until a recall of the model brings as much, or the model ends.
     """
 
@@ -109,6 +120,8 @@ class Recallable:
         empty."""
         self.kept: dict[Borrower, tuple[int, int]] = {}
         """What a borrower did not release when it answered: bytes, and until when it is not asked for them."""
+        self.debts: dict[tuple[str, Location], Debt] = {}
+        """By tenant. What is over is forgotten when another one begins."""
         self.marks: dict[tuple[ModelName, Location], Mark] = {}
         self.guests: dict[Borrower, GuestSlice] = {}
         """Those that are charged for anything."""
@@ -465,7 +478,7 @@ class Recallable:
         return self._late.get((name, location), 0) if late else self._coming.get((name, location), 0)
 
     def owed(self, name: ModelName, location: Location) -> int:
-        """Return what the sessions of a model did not release in time, and what they keep of recalls without a byte."""
+        """Return what the sessions of a model did not release in time, and what they keep while it is marked."""
         mark, coming = self.marks.get((name, location)), self.asked_of_model(name, location)
         kept = mark.size if mark is not None and (mark.in_force or coming) else 0
         return self.asked_of_model(name, location, late=True) + kept

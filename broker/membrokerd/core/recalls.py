@@ -3,9 +3,14 @@
 A session that does not answer in time is late: what it has cannot be recalled any more, and it borrows nothing above
 its model's guarantee. An answer ends that, however late it comes. Until then the session is asked again and again. A
 lost connection is not an answer: the deadline stays. What is left after an answer is kept, and not asked for again for
-two seconds. An answer without a byte keeps all that the session has, and marks the model: it is asked after all others,
-and none of its sessions borrows above the model's guarantee. That lasts two seconds, and twice as long each further
-time: what is answered while it lasts counts once.
+two seconds; what else the session has is asked for at once. An answer without a byte keeps all that the session has,
+and marks the model: it is asked after all others, and none of its sessions borrows above the model's guarantee. That
+lasts two seconds, and twice as long each further time: what is answered while it lasts counts once.
+
+To release a little for each recall is late, too. What a tenant keeps of one recall after the other is its debt, due
+when the first of them was. From then on an answer that keeps anything marks the model. The debt ends when recalls that
+were returned have brought as much, or if it is not asked for within two seconds after it can be. It is the tenant's:
+else it would have as much time again for each of its models.
 
 A session has one open recall of a model and location. If more is wanted of it, the recall is raised: the notice comes
 again with the same number and a larger size. The deadline stays, so that no raise puts off an answer for which an
@@ -31,7 +36,7 @@ from . import facts as ft
 from .books import Books
 from .deadlines import Deadlines
 from .names import Location, ModelName
-from .recallable import Borrower, GuestSlice, Mark, PendingRecall
+from .recallable import Borrower, Debt, GuestSlice, Mark, PendingRecall
 from .rows import Loan
 
 KEPT_NS = 2_000_000_000
@@ -154,7 +159,7 @@ class Recalls:
                 recall.left = max(0, recall.left - loan.extent_bytes)
                 if not recall.left and not recall.late:
                     del recalls[borrower]
-                    self._forgive(borrower, recall)
+                    self._forgive(borrower, recall.size)
                     self._report(borrower, recall, "returned", now)
         for borrower in changed:
             self._state.count(borrower)
@@ -177,30 +182,51 @@ class Recalls:
             recall.size -= unheard
             recall.left = max(0, recall.left - unheard)
             self._books.limits_changed = True  # some of it may have been for a limit
+        result: fx.RecallResult = "returned"
         if not recall.left:
-            self._forgive(borrower, recall)
+            self._forgive(borrower, recall.size)
         else:
             before, _ = self._state.kept.get(borrower, (0, 0))
+            is_overdue, result = self._owe(borrower, recall, now), "kept"
             if recall.left == recall.size:
-                size, until = self._state.extents_of(borrower), self._mark(borrower, recall.size, now)
+                size, until = self._state.extents_of(borrower), self._mark(borrower, recall.left, now)
             else:
                 size, until = before + recall.left, now + KEPT_NS
+                if is_overdue:
+                    self.ends.add(self._mark(borrower, recall.left, now), borrower)
+                    result = "late"
             self._state.kept[borrower] = size, until
             self.ends.add(until, borrower)
             self._state.bound_kept(event.session)
         self._state.count(borrower)
         if not recall.late:
-            self._report(borrower, recall, "kept" if recall.left else "returned", now)
+            self._report(borrower, recall, result, now)
         self._set_deadline()
 
-    def _forgive(self, borrower: Borrower, recall: PendingRecall) -> None:
-        """Forget the mark of a model that has released as much as it kept before."""
+    def _owe(self, borrower: Borrower, recall: PendingRecall, now: int) -> bool:
+        """Add what a borrower keeps to its tenant's debt. Say whether the debt's first recall was due before."""
+        debts, key = self._state.debts, (borrower.name.tenant, borrower.location)
+        before = debts.get(key)
+        if before is None or before.until < recall.since:
+            before = Debt(recall.deadline, 0, 0)
+            # Tenants come and go: what is over is forgotten.
+            self._state.debts = debts = {other: debt for other, debt in debts.items() if debt.until >= now}
+        debts[key] = Debt(before.due, now + 2 * KEPT_NS, before.size + recall.left)
+        return before.due < now
+
+    def _forgive(self, borrower: Borrower, size: int) -> None:
+        """Count a recall that was returned: a debt or a mark ends that is not more than that."""
+        debts, key = self._state.debts, (borrower.name.tenant, borrower.location)
+        if key in debts:
+            debts[key] = debts[key]._replace(size=debts[key].size - size)
+            if debts[key].size <= 0:
+                del debts[key]
         mark = self._state.marks.get((borrower.name, borrower.location))
-        if mark is not None and recall.size >= mark.size:
+        if mark is not None and size >= mark.size:
             self._state.set_mark(borrower.name, borrower.location, None)
 
     def _mark(self, borrower: Borrower, size: int, now: int) -> int:
-        """Mark the model of a borrower that answered without a byte. Return until when the mark is in force."""
+        """Mark the model of a borrower that did not release what it owes. Return until when the mark is in force."""
         key = borrower.name, borrower.location
         before = self._state.marks.get(key)
         if before is not None and before.in_force:  # all answers while it is in force count once

@@ -192,7 +192,7 @@ def log_recall(recalled: fx.Recalled) -> None:
     numbers = {"asked_bytes": recalled.size, "returned_bytes": recalled.returned}
     event = "a recall of memory has ended"
     if is_trouble:
-        event = "a worker does not answer a recall of memory" if is_late else "a worker keeps all that was recalled"
+        event = "a worker is late for a recall of memory" if is_late else "a worker keeps all that was recalled"
     after = {"result": recalled.result, "after_ms": recalled.after_ns // 1_000_000}
     _emit(logging.WARNING if is_trouble else logging.DEBUG, event, fields | numbers | after)
 

@@ -204,7 +204,7 @@ def test_a_recall_that_is_late_or_brings_nothing_is_a_warning(capture: Capture) 
     (late,) = (line for line in lines if line["result"] == "late")
     del late["time"], late["level"], late["result"]
     assert late == {
-        "event": "a worker does not answer a recall of memory",
+        "event": "a worker is late for a recall of memory",
         "session": "sessions/62",
         "model": "tenants/acme/models/llama-7b",
         "location": "device",
