@@ -22,9 +22,10 @@ from .models import Models
 from .names import ModelName
 from .recalls import MOST_AT_ONCE, Recalls
 from .request_lines import RequestLines
-from .schedule import MOST_CHANGES, Schedule
+from .schedule import Schedule
 from .segments import Segments
 from .sessions import Sessions
+from .shares import PORTION
 from .stock import WarmPool
 from .waiting import Waiting
 
@@ -119,7 +120,7 @@ class Broker:
             waiting.drain()
         if books.recallable.moved:
             self.lines.follow()
-        if len(books.ledger.touched) > MOST_CHANGES:
+        if len(books.ledger.touched) > PORTION:
             self.schedule.follow()
         is_quiet = not waiting.busy and recalls.deadline is None and attaches.deadline is None
         return Step(effects, facts, None if is_quiet and recalls.room else self.deadline)

@@ -32,7 +32,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from . import policy
@@ -50,8 +50,6 @@ HOLD_NS = 500_000_000
 use of the GPU; without them a growing model recalls page by page, and a simulation showed eight times the waits."""
 MOST_HELD = 256
 """Of how many lines of requests the models begin or renew holds in one step: those that have waited longest."""
-MOST_CHANGES = 2_000
-"""After so many changes of models while nobody waits all is worked out again when somebody does."""
 _LEAST_STEP, _MOST_STEP = 64, 8
 """A hold grows in steps of 1/64 of the capacity, doubled with each recall, to at most 1/8."""
 
@@ -193,20 +191,22 @@ class Schedule:
     def follow(self) -> None:
         """Follow all that has changed about models."""
         books, touched = self._books, self._books.ledger.touched
-        is_many = len(touched) > MOST_CHANGES and not any(self._lines.wanted.values())
-        if books.admission is not self._admission or is_many:
+        if books.admission is not self._admission:
             self._admission, self._shares = books.admission, self._new_shares()
             touched.clear()  # all models that are charged are worked out again
             touched.update(self._holds)
             touched.update((name, location) for location, names in self._lines.wanted.items() for name in names)
         for name, location in touched:
-            self._shares.changed(name, location)
+            for shares in self._shares.values():
+                shares.changed(name, location)
             self._lines.changed(name, location)
         touched.clear()
 
-    def _new_shares(self) -> Shares:
+    def _new_shares(self) -> dict[bool, Shares]:
+        """Return the divisions, by whether recalls are possible: a session can change that, over and over."""
         books = self._books
-        return Shares(books.ledger, books.rules, books.admission, books.recallable, self._wanted)
+        parts = books.ledger, books.rules, books.admission, books.recallable, self._wanted
+        return {is_possible: Shares(*parts, is_possible=is_possible) for is_possible in (False, True)}
 
     def next(self, location: Location, now: int) -> tuple[DebitRequest, bool] | None:
         """Return the request to decide next, and whether its turn has come; None if all go on waiting.
@@ -539,7 +539,7 @@ class Schedule:
             wanted[beside.name] = self._wanted(beside.name, location, beside.size)
         if greedy is not None:
             wanted[greedy] = self._books.rules.capacities[location]
-        return self._shares.divide(location, wanted, less, keepers)
+        return self._shares[self._books.recallable.is_possible].divide(location, wanted, less, keepers)
 
     def _wanted(self, name: ModelName, location: Location, more: int = 0) -> int:
         """Return what a model wants: for its requests, and `more`, or for its hold."""
@@ -552,8 +552,9 @@ class Schedule:
     def _recall(self, location: Location, demand: Demand, now: int, beside: DebitRequest | None = None) -> None:
         """Ask the models that have more than their share for what is lacking. `beside` does not wait, and wants it."""
         shares = self._current(location) if beside is None else self.divide(location, beside=beside)
-        lacking = self._short(location, demand, shares) > 0 and self._excess(location, shares, now)
-        if not lacking or not self._recalls.room:
+        if not self._recalls.room or self._short(location, demand, shares) <= 0:
+            return
+        if not any(self._above(location, shares, now)):  # stops at the first one
             return
         for name, (requested, wanted) in self._demanded(demand).items():
             self._hold(name, location, requested, wanted, now)
@@ -568,7 +569,7 @@ class Schedule:
         short: int,
         now: int,
         wanted_by: ModelName,
-        shares: Mapping[ModelName, int],
+        shares: Division,
         beside: DebitRequest | None = None,
         less: int = 0,
     ) -> None:
@@ -580,14 +581,21 @@ class Schedule:
         keepers = self._books.recallable.keepers(location)
         if keepers:
             others = self.divide(location, beside=beside, less=less, keepers=keepers)
-            short = self._ask(location, short, now, wanted_by, {**others, **dict.fromkeys(keepers, policy.MAX_BYTES)})
+            short = self._ask(location, short, now, wanted_by, others, keepers)
         self._ask(location, short, now, wanted_by, shares)
 
     def _ask(
-        self, location: Location, short: int, now: int, wanted_by: ModelName, shares: Mapping[ModelName, int]
+        self,
+        location: Location,
+        short: int,
+        now: int,
+        wanted_by: ModelName,
+        shares: Division,
+        keepers: Collection[ModelName] = (),
     ) -> int:
-        """Ask for what models have above these shares. Return how many bytes are still lacking."""
-        excess = self._excess(location, shares, now)
+        """Ask for what models but `keepers` have above these shares. Return how many bytes are still lacking."""
+        above = [entry for entry in self._above(location, shares, now) if entry[1] not in keepers]
+        excess = sorted(above, key=lambda entry: (-entry[0], entry[1]))
         guests = self._guests(location, short, now, {name: more for more, name in excess}, shares)
         left = short - sum([guest.size for guest in guests])
         for more, name in excess:
@@ -627,13 +635,23 @@ class Schedule:
         asked = self._recalls.ask(name, location, size - sum([guest.size for guest in guests]), now)
         return asked + self._recalls.ask_guests([guest.borrower for guest in guests], now)
 
-    def _excess(self, location: Location, shares: Mapping[ModelName, int], now: int) -> list[tuple[int, ModelName]]:
-        """Return how much models have above their shares, the most first; only models that can be asked for it now."""
-        state = self._books.recallable
-        excess = [(self._not_asked(name, location) - shares.get(name, 0), name) for name in state.models(location)]
+    def _above(self, location: Location, shares: Division, now: int) -> Iterator[tuple[int, ModelName]]:
+        """Yield how much models have above their shares; only models that can be asked for it now.
+
+        It is asked of all that can be recalled, so it works out one tenant's shares after the other.
+        """
+        state, lent, by_tenant = (
+            self._books.recallable,
+            self._books.admission.lent,
+            dict[str, Mapping[ModelName, int]](),
+        )
         can_go = state.that_can_go(location) if state.guests else ()
-        found = [(more, name) for more, name in excess if more > 0 and state.is_able(name, location, now, can_go)]
-        return sorted(found, key=lambda entry: (-entry[0], entry[1]))
+        for name in state.models(location):
+            if (own := by_tenant.get(name.tenant)) is None:
+                own = by_tenant[name.tenant] = shares.of_tenant(name.tenant)
+            more = lent(name, location) - state.asked_of_model(name, location) - own.get(name, 0)
+            if more > 0 and state.is_able(name, location, now, can_go):
+                yield more, name
 
     def _short(self, location: Location, demand: Demand, shares: Mapping[ModelName, int]) -> int:
         """Return how many of the bytes that requests and holds want are neither free nor recalled already."""

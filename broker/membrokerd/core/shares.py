@@ -43,7 +43,7 @@ class Item(NamedTuple):
     used: int = 0
 
 
-_PORTION = 256
+PORTION = 256
 """How many models are left to the next division, so that it need not work out all at once."""
 _EMPTY = Item(0, 0, 0)
 _NOTHING: Mapping[ModelName, int] = {}
@@ -191,7 +191,7 @@ class Division(Mapping[ModelName, int]):
 
 
 class Shares:
-    """The division over one ledger, by rules and guarantees that do not change.
+    """The division over one ledger, by rules and guarantees that do not change, if recalls are possible or if not.
 
     Each model's item is kept until `changed` says that something about the model has changed.
     """
@@ -203,6 +203,8 @@ class Shares:
         admission: Admission,
         recallable: Recallable,
         wanted: Callable[[ModelName, Location], int] = lambda *_: 0,
+        *,
+        is_possible: bool,
     ) -> None:
         self._ledger = ledger
         self._rules = rules
@@ -214,7 +216,7 @@ class Shares:
         self._changed: dict[Location, set[ModelName]] = {location: set() for location in ledger.totals}
         self._unknown = set(ledger.totals)
         """Where all models that are charged, or guaranteed something, must be worked out."""
-        self._was_possible = recallable.is_possible
+        self._is_possible = is_possible
         self._rooms: dict[Location, tuple[int, list[Item], dict[str, int]]] = {}
         """What was divided last among the tenants, with their items, and the shares of the tenants."""
 
@@ -222,7 +224,7 @@ class Shares:
         """Note that something about a model has changed. A portion of changes is worked out at once."""
         if location in self._changed:
             self._changed[location].add(name)
-            if len(self._changed[location]) > _PORTION:
+            if len(self._changed[location]) > PORTION:
                 self.follow(location)
 
     def divide(
@@ -236,9 +238,6 @@ class Shares:
 
         All that `keepers` have is taken to be firm. All but `less` bytes of the location are divided.
         """
-        if self._was_possible != self._recallable.is_possible:
-            self._was_possible = self._recallable.is_possible
-            self._divide_guarantees_again()
         parts = self.follow(location)
         if wanted or keepers:
             parts = self._follow(location, parts, {*wanted, *keepers}, wanted, keepers)
@@ -264,15 +263,6 @@ class Shares:
             self._parts[location] = self._follow(location, self._parts[location], changed)
             self._changed[location] = set()
         return self._parts[location]
-
-    def _divide_guarantees_again(self) -> None:
-        """Forget the parts of tenants with guarantees: recalls are possible, or not any more."""
-        for location, parts in self._parts.items():
-            first = self._admission.tenants(location)
-            for tenant in first & parts.keys():
-                self._changed[location].update(parts[tenant].models)
-            self._changed[location].update(self._admission.guarantees_of_models(location))
-            self._parts[location] = {tenant: part for tenant, part in parts.items() if tenant not in first}
 
     def _follow(
         self,
@@ -325,7 +315,7 @@ class Shares:
         lent, granule = self._admission.lent(name, location), self._rules.granularity
         firm = lent if keeps else lent - self._recallable.of_model(name, location)
         most = _lowered(lent + wanted, lent + self._admission.limit_room(name, location), granule)
-        base = min(guarantee, max(firm, most)) if self._recallable.is_possible else guarantee
+        base = min(guarantee, max(firm, most)) if self._is_possible else guarantee
         low = max(0, firm - base)
         weight = policy.weight_of(self._ledger.quotas, self._rules, (*name, location))
         return Item(weight, low, max(low, most - base), base, max(firm, min(base, lent)))
@@ -344,7 +334,7 @@ class Shares:
             most = _lowered(most, bound, self._rules.granularity)
         most = max(least, most)
         base = self._admission.usable_guarantee(tenant, location)
-        if self._recallable.is_possible and tenant not in self._rules.unlent:
+        if self._is_possible and tenant not in self._rules.unlent:
             base = min(base, most)
         low = max(0, least - base)
         weight = policy.weight_of(self._ledger.quotas, self._rules, (tenant, None, location))

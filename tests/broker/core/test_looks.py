@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections import Counter
@@ -168,6 +169,72 @@ def test_a_division_costs_nothing_for_models_without_a_share(monkeypatch: pytest
     few, many = calls_of_a_recall(128), calls_of_a_recall(1_024)
     assert many[0] <= few[0] + 200, (few, many)
     assert many[1] <= few[1] + 200, (few, many)
+
+
+def charged_models(models: int) -> tuple[core.Core, tuple[int, ModelName]]:
+    """Return a core with so many models of 16 guaranteed tenants, a page each, and the session that alone answers.
+
+    Nothing is free, and another tenant waits for more than its share.
+    """
+    guarantees: dict[QuotaKey, int] = {(f"t{number}", None, "device"): GRANULE for number in range(16)}
+    crowd = core.Core(models + 1, guarantees, max_sessions=2 * models)
+    answering = crowd.open("other", "m", answers=True)
+    for one in (answering, *[crowd.open(f"t{number % 16}", f"m{number}") for number in range(models)]):
+        assert crowd.allocate(*one)
+    assert not crowd.allocate(*crowd.open("waiting", "m"), 64 * GRANULE, wait_ns=core.WAIT_NS)
+    return crowd, answering
+
+
+_calls = itertools.count(1 << 42)
+
+
+def refused(crowd: core.Core, session: int, name: ModelName, size: int) -> Counter[str]:
+    """Return the calls that the refusal of a request takes."""
+    call = next(_calls)
+    request = ev.Allocate(call, session, call, name, "device", size, 1, 0)
+    calls = calls_of(lambda: crowd.step(request)) + calls_of(lambda: crowd.step(ev.InputsDrained(call)))
+    assert crowd.broker.waiting.tenant_of(call) == ""
+    return calls
+
+
+def test_whether_recalls_are_possible_can_change_without_a_division_of_all() -> None:
+    """The only session that answers recalls says that it does not, and that it does, and is refused each time."""
+    costs = []
+    for models in (128, 1_024):
+        crowd, (session, name) = charged_models(models)
+        found = []
+        for number in range(6):
+            call = (1 << 40) + number
+            answers = ev.RegisterModel(call, session, call, name, None, {}, False, number % 2 == 1)
+            calls = calls_of(lambda: crowd.step(answers))  # noqa: B023 - it is called at once
+            found.append((calls + refused(crowd, session, name, 8 * GRANULE)).total())
+        costs.append(max(found[2:]))
+    assert costs[1] <= costs[0] + 200, costs
+
+
+def test_what_is_not_asked_for_is_not_forgotten() -> None:
+    """A tenant begins and leaves 2,100 models while nobody waits. The refusal after that looks at portions."""
+    crowd, (session, name) = charged_models(2_048)
+    for request in crowd.broker.waiting.waiters():
+        crowd.step(ev.CancelWait(request.event.call))
+    crowd.now += 10**10
+    crowd.step(ev.Elapsed())
+    refused(crowd, session, name, GRANULE)
+    for number in range(2_100):
+        call, other = (1 << 40) + 2 * number, ModelName(name.tenant, f"x{number}")
+        crowd.step(ev.RegisterModel(call, session, call, other, None, {}, False))
+        crowd.step(ev.UnregisterModel(call + 1, session, call + 1, other))
+    assert refused(crowd, session, name, GRANULE)["Shares._model"] <= 4 * (shares.PORTION + 1)
+
+
+def test_a_recall_looks_once_at_each_model() -> None:
+    """A request is refused, and 512 models of 16 tenants could be asked for what it lacks."""
+    crowd = core.Core(512, max_sessions=1_024)
+    lent = [crowd.allocate(*crowd.open(f"t{number % 16}", f"m{number}", answers=True)) for number in range(512)]
+    assert all(lent)
+    calls = refused(crowd, *crowd.open("red", "m"), 2 * GRANULE)
+    assert len(crowd.broker.books.recallable.recalls) >= 2
+    assert calls["Recallable.asked_of_model"] <= 512 + 64, calls.most_common(10)
 
 
 def bytecodes_of(work: Callable[[], Any]) -> int:

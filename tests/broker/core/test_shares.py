@@ -78,7 +78,9 @@ def test_tenants_are_divided_before_their_models() -> None:
         ledger.apply(ft.ModelBegan(name, None, {}))
     recallable = Recallable(ledger)
     admission = Admission(ledger, rules, recallable)
-    shares = Shares(ledger, rules, admission, recallable).divide("device", dict.fromkeys(names[:-1], 60 * MIB))
+    shares = Shares(ledger, rules, admission, recallable, is_possible=False).divide(
+        "device", dict.fromkeys(names[:-1], 60 * MIB)
+    )
     assert shares[names[0]] == 40 * MIB
     assert [shares[name] for name in names[1:9]] == [6 * MIB] * 4 + [4 * MIB] * 4
     assert (shares[names[9]], shares[names[10]]) == (8 * MIB, 12 * MIB)
@@ -157,7 +159,8 @@ def test_a_model_that_wants_more_has_no_smaller_share(worlds: int, least: int, a
     for number in range(worlds):
         broker, rules, names = _borrowers(chance, least=least, answering=answering)
         admission, ledger = broker.books.admission, broker.ledger
-        divide = Shares(ledger, rules, admission, broker.books.recallable).divide
+        recallable = broker.books.recallable
+        divide = Shares(ledger, rules, admission, recallable, is_possible=recallable.is_possible).divide
         wanted = {name: chance.choice((0, chance.randint(0, 6))) * 2 * MIB for name in names}
         shares = divide("device", wanted)
         assert sum(shares.values()) <= rules.capacities["device"], f"world {number}"
