@@ -142,6 +142,7 @@ class Waited(Effect):
 class SendRecall(Effect):
     """Ask a session for `size` bytes of a model at a location, to be answered within `within_ns` from now.
 
+    `is_guaranteed`: some of them were lacking for a request within a guarantee.
     Emitted again with the same `recall` when the recall is raised: `size` is then the sum of all that was asked for.
     Emitted again, too, while a late session has not answered: `size` is then what it has not released.
     """
@@ -152,6 +153,7 @@ class SendRecall(Effect):
     location: Location
     size: int
     within_ns: int
+    is_guaranteed: bool = False
 
 
 RecallResult = Literal["returned", "kept", "late"]

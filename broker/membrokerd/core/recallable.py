@@ -35,8 +35,8 @@ class PendingRecall:
     """A question that a borrower has not answered. `left` of its `size` bytes are not released yet.
 
     The first notice asked for `first` bytes; raises have added the others. `wanted_by` is the model whose request
-    lacked the first bytes; None: a limit was lowered. The answer is due at `deadline`, which a raise does not move.
-    Once the recall is late, `deadline` is when to ask again.
+    lacked the first bytes; None: a limit was lowered. `is_guaranteed`: some were for a request within a guarantee. The
+    answer is due at `deadline`, which a raise does not move. Once the recall is late, `deadline` is when to ask again.
     """
 
     number: int
@@ -46,6 +46,7 @@ class PendingRecall:
     since: int
     deadline: int
     wanted_by: ModelName | None
+    is_guaranteed: bool = False
     late: bool = False
 
 

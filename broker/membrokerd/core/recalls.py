@@ -75,6 +75,8 @@ class Recalls:
         size: int,
         now: int,
         wanted_by: ModelName | None = None,
+        *,
+        is_guaranteed: bool = False,
     ) -> int:
         """Ask the sessions of a model for `size` bytes, those with the most first. Return how many are asked for.
 
@@ -89,13 +91,20 @@ class Recalls:
             part = min(left, -more)
             if part <= 0 or not self.room:
                 break
-            self._ask(borrower, part, now, self._books.rules.recall_ns, wanted_by)
+            self._ask(borrower, part, now, self._books.rules.recall_ns, wanted_by, is_guaranteed=is_guaranteed)
             left -= part
         if left < size:
             self._set_deadline()
         return size - left
 
-    def ask_guests(self, borrowers: Collection[Borrower], now: int, wanted_by: ModelName | None = None) -> int:
+    def ask_guests(
+        self,
+        borrowers: Collection[Borrower],
+        now: int,
+        wanted_by: ModelName | None = None,
+        *,
+        is_guaranteed: bool = False,
+    ) -> int:
         """Ask guests for all that they have. Return how much that is of those that this step may still ask."""
         asked = 0
         if borrowers:
@@ -103,12 +112,21 @@ class Recalls:
                 for borrower in itertools.islice(borrowers, self.room):
                     size = self._state.extents_of(borrower)
                     within = self._books.rules.recall_ns + (size * GUEST_NS_PER_GIB >> 30)
-                    self._ask(borrower, size, now, within, wanted_by)
+                    self._ask(borrower, size, now, within, wanted_by, is_guaranteed=is_guaranteed)
                     asked += size
             self._set_deadline()
         return asked
 
-    def _ask(self, borrower: Borrower, part: int, now: int, within: int, wanted_by: ModelName | None) -> None:
+    def _ask(
+        self,
+        borrower: Borrower,
+        part: int,
+        now: int,
+        within: int,
+        wanted_by: ModelName | None,
+        *,
+        is_guaranteed: bool,
+    ) -> None:
         """Open a recall of a borrower, to be answered within so many nanoseconds, or raise the one that is open."""
         state = self._state
         self.room -= 1
@@ -122,11 +140,13 @@ class Recalls:
         else:
             recall.size += part
             recall.left += part
+        recall.is_guaranteed |= is_guaranteed
         state.count(borrower)
         self._say(borrower, recall, recall.size, recall.deadline - now)
 
     def _say(self, borrower: Borrower, recall: PendingRecall, size: int, within: int) -> None:
-        self._books.emit(fx.SendRecall(borrower.session, recall.number, borrower.name, borrower.location, size, within))
+        session, name, location = borrower
+        self._books.emit(fx.SendRecall(session, recall.number, name, location, size, within, recall.is_guaranteed))
 
     def _set_deadline(self) -> None:
         first = self.ends.first()

@@ -100,11 +100,15 @@ class Reach(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What requests want that come first: the model of the oldest, and which they are; or one that does not wait."""
+    """What requests want that come first: the model of the oldest, and which they are; or one that does not wait.
+
+    `is_guaranteed`: all of it is within guarantees.
+    """
 
     first: ModelName
-    reaches: Sequence[Reach]
+    reaches: Sequence[Reach] = ()
     beside: DebitRequest | None = None
+    is_guaranteed: bool = False
 
 
 class GuestToAsk(NamedTuple):
@@ -256,7 +260,8 @@ class Schedule:
         ready = _oldest([Reach(look.group, look.group, min(look.guaranteed, look.room)) for look in looks])
         if ready is not None:
             return ready
-        demand = _demand([Reach(look.group, look.group, min(look.guaranteed, look.most)) for look in looks])
+        reaches = [Reach(look.group, look.group, min(look.guaranteed, look.most)) for look in looks]
+        demand = _demand(reaches, is_guaranteed=True)
         if demand is not None:
             if self._keeps_its_place(location, demand, now):
                 return None
@@ -549,8 +554,9 @@ class Schedule:
 
     # --- recalls ---
 
-    def _recall(self, location: Location, demand: Demand, now: int, beside: DebitRequest | None = None) -> None:
-        """Ask the models that have more than their share for what is lacking. `beside` does not wait, and wants it."""
+    def _recall(self, location: Location, demand: Demand, now: int) -> None:
+        """Ask the models that have more than their share for what is lacking."""
+        beside = demand.beside
         shares = self._current(location) if beside is None else self.divide(location, beside=beside)
         if not self._recalls.room or self._short(location, demand, shares) <= 0:
             return
@@ -561,16 +567,15 @@ class Schedule:
         self.deadline = min([hold.until for hold in self._holds.values()], default=None)
         self.divide_again()
         shares = self._current(location) if beside is None else self.divide(location, beside=beside)
-        self._ask_for(location, self._short(location, demand, shares), now, demand.first, shares, beside)
+        self._ask_for(location, self._short(location, demand, shares), now, demand, shares)
 
     def _ask_for(
         self,
         location: Location,
         short: int,
         now: int,
-        wanted_by: ModelName,
+        demand: Demand,
         shares: Division,
-        beside: DebitRequest | None = None,
         less: int = 0,
     ) -> None:
         """Ask the models that have more than their share for `short` bytes.
@@ -580,28 +585,30 @@ class Schedule:
         """
         keepers = self._books.recallable.keepers(location)
         if keepers:
-            others = self.divide(location, beside=beside, less=less, keepers=keepers)
-            short = self._ask(location, short, now, wanted_by, others, keepers)
-        self._ask(location, short, now, wanted_by, shares)
+            others = self.divide(location, beside=demand.beside, less=less, keepers=keepers)
+            short = self._ask(location, short, now, demand, others, keepers)
+        self._ask(location, short, now, demand, shares)
 
     def _ask(
         self,
         location: Location,
         short: int,
         now: int,
-        wanted_by: ModelName,
+        demand: Demand,
         shares: Division,
         keepers: Collection[ModelName] = (),
     ) -> int:
         """Ask for what models but `keepers` have above these shares. Return how many bytes are still lacking."""
         above = [entry for entry in self._above(location, shares, now) if entry[1] not in keepers]
-        excess = sorted(above, key=lambda entry: (-entry[0], entry[1]))
+        excess, is_guaranteed = sorted(above, key=lambda entry: (-entry[0], entry[1])), demand.is_guaranteed
         guests = self._guests(location, short, now, {name: more for more, name in excess}, shares)
         left = short - sum([guest.size for guest in guests])
         for more, name in excess:
             if left > 0:
-                left -= self._recalls.ask(name, location, min(more, left), now, wanted_by)
-        asked = self._recalls.ask_guests([guest.borrower for guest in guests], now, wanted_by)
+                size = min(more, left)
+                left -= self._recalls.ask(name, location, size, now, demand.first, is_guaranteed=is_guaranteed)
+        borrowers = [guest.borrower for guest in guests]
+        asked = self._recalls.ask_guests(borrowers, now, demand.first, is_guaranteed=is_guaranteed)
         return left + sum([guest.size for guest in guests]) - asked
 
     def _guests(
@@ -716,7 +723,7 @@ class Schedule:
             # Models come and go: what is over is forgotten.
             self._asked_for = {other: until for other, until in self._asked_for.items() if until > now}
             self._asked_for[key] = now + self._books.rules.recall_ns
-            self._recall(location, Demand(request.name, (), request), now, beside=request)
+            self._recall(location, Demand(request.name, beside=request, is_guaranteed=is_guaranteed), now)
         self.divide_again()
 
     def recall_for_device(self, request: DebitRequest, now: int) -> None:
@@ -726,7 +733,8 @@ class Schedule:
         """
         short = request.size - self._books.recallable.coming(request.location)
         shares = self.divide(request.location, less=request.size)
-        self._ask_for(request.location, short, now, request.name, shares, less=request.size)
+        demand = Demand(request.name, is_guaranteed=True)
+        self._ask_for(request.location, short, now, demand, shares, less=request.size)
 
     def recall_above_limits(self, now: int) -> None:
         """Recall what models and tenants have above their limits. A limit was lowered, or a kept part can be asked for
@@ -792,7 +800,7 @@ def _fewest(found: Sequence[GuestToAsk], short: int, firm: int = 0) -> Sequence[
     return needed[::-1]
 
 
-def _demand(reaches: Sequence[Reach]) -> Demand | None:
+def _demand(reaches: Sequence[Reach], *, is_guaranteed: bool = False) -> Demand | None:
     """Return what these requests want together."""
     oldest = _oldest(reaches)
-    return None if oldest is None else Demand(oldest.name, reaches)
+    return None if oldest is None else Demand(oldest.name, reaches, is_guaranteed=is_guaranteed)

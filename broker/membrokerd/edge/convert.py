@@ -321,7 +321,11 @@ def from_result(result: fx.Result) -> tuple[str, Any]:
 def from_recall(recall: fx.SendRecall) -> hpb.Frame:
     """Return the notice that asks a session for memory."""
     notice = hpb.Recall(
-        recall_id=recall.recall, model=str(recall.name), location=LOCATION_NUMBERS[recall.location], bytes=recall.size
+        recall_id=recall.recall,
+        model=str(recall.name),
+        location=LOCATION_NUMBERS[recall.location],
+        bytes=recall.size,
+        guaranteed=recall.is_guaranteed,
     )
     notice.within.FromNanoseconds(recall.within_ns)
     return hpb.Frame(notice=hpb.Notice(recall=notice))

@@ -20,7 +20,7 @@ from ..ext import effects as fx
 from ..ext import events as ev
 from ..ext import facts as ft
 
-VERSION = 1
+VERSION = 2
 MAX_LINE_BYTES = 4 << 20
 """The longest line: a session with 65,536 separate extents ended."""
 _MAGIC = "membroker trace"

@@ -60,7 +60,8 @@ DEFERRED: Final = _Deferred()
 class OpenRecall:
     """One recall that has no answer yet. `shown` is what the program gets for it, once spare pages have gone.
 
-    The broker can raise `size`. `called_for` is the size for which the program was called last: the answer is for that.
+    The broker can raise `size`, and for a request within a guarantee set `is_guaranteed` then. `called_for` is the size
+    for which the program was called last: the answer is for that.
     """
 
     def __init__(self, recalls: SessionRecalls, message: pb.Recall, connection: Connection) -> None:
@@ -69,6 +70,7 @@ class OpenRecall:
         self.place: tuple[str, int] = (message.model, message.location)
         self.location: str = _LOCATIONS[message.location]
         self.size: int = message.bytes
+        self.is_guaranteed: bool = message.guaranteed
         self.called_for = 0
         self.deadline: float = time.monotonic() + max(0.0, message.within.seconds + message.within.nanos / 1e9)
         self.connection = connection
@@ -214,7 +216,7 @@ class SessionRecalls:
         place = message.model, message.location
         known = self._open.get(message.recall_id)
         if known is not None:
-            self._heard_again(known, place, message.bytes)
+            self._heard_again(known, place, message)
             return
         if self._answered.get(place) == (message.recall_id, connection):
             return
@@ -230,7 +232,7 @@ class SessionRecalls:
         if not self._call_back(self.handle, recall.recall_id):
             self._end(recall)  # the broker will repeat it
 
-    def _heard_again(self, recall: OpenRecall, place: tuple[str, int], size: int) -> None:
+    def _heard_again(self, recall: OpenRecall, place: tuple[str, int], message: pb.Recall) -> None:
         if place != recall.place:
             logger.warning(
                 "ignored: the broker sent recall %d of %s again, but for other memory, of %s",
@@ -238,9 +240,9 @@ class SessionRecalls:
                 recall.place[0],
                 place[0],
             )
-        elif size > recall.size:  # else it is late, and `size` is what the broker lacks
+        elif message.bytes > recall.size:  # else it is late, and `bytes` is what the broker lacks
             with self._lock:
-                recall.size = size
+                recall.size, recall.is_guaranteed = message.bytes, message.guaranteed
                 recall.state = LIFECYCLE[recall.state].get("raised", recall.state)
             self._call_back(self.handle, recall.recall_id)
 

@@ -728,12 +728,17 @@ class Recall(google.protobuf.message.Message):
     LOCATION_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     WITHIN_FIELD_NUMBER: builtins.int
+    GUARANTEED_FIELD_NUMBER: builtins.int
     recall_id: builtins.int
     model: builtins.str
     """tenants/{tenant}/models/{model}"""
     location: membroker.v1.resources_pb2.Location.ValueType
     bytes: builtins.int
     """Any extents that are together at least this large. It need not be all: what cannot go is kept."""
+    guaranteed: builtins.bool
+    """A request within a guarantee lacks some of them: release them now, and do not wait for work that ends by itself. A
+    raise can set it. An older broker leaves it out.
+    """
     @property
     def within(self) -> google.protobuf.duration_pb2.Duration:
         """The time for the answer, from now. Later, the session is late: it borrows nothing above the model's guarantee until
@@ -748,9 +753,10 @@ class Recall(google.protobuf.message.Message):
         location: membroker.v1.resources_pb2.Location.ValueType = ...,
         bytes: builtins.int = ...,
         within: google.protobuf.duration_pb2.Duration | None = ...,
+        guaranteed: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["within", b"within"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "location", b"location", "model", b"model", "recall_id", b"recall_id", "within", b"within"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "guaranteed", b"guaranteed", "location", b"location", "model", b"model", "recall_id", b"recall_id", "within", b"within"]) -> None: ...
 
 global___Recall = Recall
 

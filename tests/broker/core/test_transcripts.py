@@ -462,6 +462,7 @@ class Script:
             asked = f"{size_text(effect.size)} of {effect.name.tenant}/{effect.name.model} at {effect.location}"
             if effect.within_ns != self.rules.recall_ns:
                 asked += f", within {effect.within_ns / SECOND:g}s"
+            asked += ", for a guarantee" * effect.is_guaranteed
             return f"recall {ids_text([effect.recall])} from {self.names[effect.session]}: {asked}"
         if isinstance(effect, fx.Recalled):
             end = f"{size_text(effect.returned)} of {size_text(effect.size)}, after {effect.after_ns / SECOND:g}s"

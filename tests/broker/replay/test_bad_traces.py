@@ -77,9 +77,9 @@ def test_files_that_are_no_trace(tmp_path: Path) -> None:
 
 def test_other_versions_are_named(tmp_path: Path, lines: list[str]) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text(lines[0].replace('"membroker trace":1', '"membroker trace":2'))
+    path.write_text(lines[0].replace('"membroker trace":2', '"membroker trace":1'))
     assert replay(path)[1] == (
-        f"membroker: {path} has the format 2, and this version reads 1: "
+        f"membroker: {path} has the format 1, and this version reads 2: "
         "give a trace that membrokerd has written (record = true), or a journal\n"
     )
 
@@ -164,7 +164,7 @@ def _never_answered(lines: list[str], recall_ns: int, microseconds: int) -> str:
     rows += ['[1,["asked",5,1,5,["b","m"],"device",2097152,4,null,false,0]]\n']
     rows += ['[1,["lent",1,["b","m"],"device",2097152,9,4]]\n[1,["answered",5,"","",0]]\n']
     rows += ['[2,["asked",6,2,6,["a","m"],"device",2097152,1,1000,false,0]]\n']
-    rows += [f'[2,["recall",1,7,["b","m"],"device",2097152,1]]\n[{microseconds},["books told",true]]\n']
+    rows += [f'[2,["recall",1,7,["b","m"],"device",2097152,1,false]]\n[{microseconds},["books told",true]]\n']
     return "".join(rows)
 
 

@@ -40,24 +40,24 @@ def test_a_callback_that_looks_again(broker: PlayedBroker, client: Client, serve
 
 
 def test_a_deferred_recall(broker: PlayedBroker, client: Client, served: Model) -> None:
-    """An engine is woken for a recall, and again when it is raised. It is the same recall, and has one answer."""
-    called: list[tuple[Recall, int]] = []
+    """An engine is woken for a recall, and again when it is raised for a guarantee. Both have one answer."""
+    called: list[tuple[Recall, int, bool]] = []
 
     def wake(one: Recall) -> object:
-        called.append((one, one.remaining))
+        called.append((one, one.remaining, one.is_guaranteed))
         return membroker.DEFERRED
 
     answering(broker, served, wake)
     recall(broker, 1, PAGE)
     until(lambda: len(called) == 1)
-    recall(broker, 1, 3 * PAGE)
+    recall(broker, 1, 3 * PAGE, guaranteed=True)
     until(lambda: len(called) == 2)
     recall(broker, 1, 2 * PAGE)  # late by now, and one page has come
     recall(broker, 1, -PAGE)
     until_heard(broker, client)
     pending = served.pending_recall
     assert pending is not None
-    assert called == [(pending, PAGE), (pending, 3 * PAGE)]
+    assert called == [(pending, PAGE, False), (pending, 3 * PAGE, True)]
     assert (pending.size, pending.remaining) == (3 * PAGE, 3 * PAGE)
     assert repr(pending) == f"<membroker.Recall of {3 * PAGE} bytes of {MODEL} at device>"
     pending.done()
