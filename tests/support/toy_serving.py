@@ -21,7 +21,7 @@ BLOCKS = 64
 class Recall:
     """A recall of `size` bytes, as the library shows it. `answers` counts the calls of `done`."""
 
-    location = "device"
+    location, is_guaranteed = "device", False
 
     def __init__(self, lender: Recalled, size: int, seconds: float = 30.0) -> None:
         self.size, self.deadline = size, time.monotonic() + seconds

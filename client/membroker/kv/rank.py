@@ -125,7 +125,7 @@ class Rank:
         number = self._recall[0] + 1
         self._recall = number, recall
         with suppress(ClosedError):
-            if self._scheduler("recall", number, recall.remaining, recall.deadline):
+            if self._scheduler("recall", number, recall.remaining, recall.deadline, recall.is_guaranteed):
                 return DEFERRED
         return None
 

@@ -144,8 +144,8 @@ class Ranks(Closing):
                 if self.closed or not answer(ready, asked[ready]):
                     del asked[ready]
 
-    def _recalled(self, rank: _RankLink, number: int, remaining: int, deadline: float) -> bool:
-        rank.recall = RankRecall(rank, number, remaining, deadline)
+    def _recalled(self, rank: _RankLink, number: int, remaining: int, deadline: float, is_guaranteed: bool) -> bool:
+        rank.recall = RankRecall(rank, number, remaining, deadline, is_guaranteed)
         return self.recall_callback is not None and self.recall_callback(rank.recall) is DEFERRED
 
     def _slept(self, request: SleepRequest) -> SleepStatus:
@@ -204,6 +204,7 @@ class RankRecall:
     remaining: int
     deadline: float
     """By `time.monotonic`, which is one clock for all processes of a machine."""
+    is_guaranteed: bool
     location: ClassVar[str] = "device"
 
     def done(self) -> None:

@@ -28,8 +28,9 @@ LOOK_SECONDS: Final = 1.0
 ANSWER_SECONDS: Final = 0.1
 """A recall is answered so long before its deadline, whatever has been released by then."""
 PATIENCE_SECONDS: Final = 0.3
-"""A recall waits so long for requests that end by themselves, but at most half of its time. Then they are preempted,
-in the last turn before that, since one with long prompts may take as long."""
+"""A recall waits so long for requests that end by themselves, but at most half of its time, and not at all if a request
+within a guarantee waits for it. Then they are preempted, in the last turn before that, since one with long prompts may
+take as long."""
 ASK_GROUPS, MOST_GROUPS = 4, 64
 """How many groups are asked for at once, at first and at most: a question takes 0.4 ms, and several times that beside
 an engine that holds the GIL, whether for one page or for many. After a grant four times as many are asked for, if so
@@ -62,6 +63,11 @@ class CacheRecall(Protocol):
     @property
     def deadline(self) -> float:
         """When the answer is due, by `time.monotonic`."""
+        ...
+
+    @property
+    def is_guaranteed(self) -> bool:
+        """Whether a request within a guarantee waits for it. A raise can set it."""
         ...
 
     def done(self) -> None:
@@ -382,7 +388,9 @@ class CacheState:
             if self._answers:
                 self._is_asked_anew = True
                 now = time.monotonic()
-                if not self._recalls and now > self._calm_at:
+                if recall.is_guaranteed:
+                    self._preempts_at = 0.0
+                elif not self._recalls and now > self._calm_at:
                     self._preempts_at = now + min(PATIENCE_SECONDS, (recall.deadline - now) / 2)
                 self._recalls[recall.model] = recall
                 self._tried = [tried for tried in self._tried if tried is not recall]

@@ -25,6 +25,7 @@ class Recall:
     model: object
     remaining: int
     deadline: float
+    is_guaranteed: bool = False
 
     def done(self) -> None:
         """Say nothing."""
@@ -83,6 +84,24 @@ def test_a_recall_waits_for_requests_that_end_soon(clock: Any) -> None:
         assert len(engine.asked) == 2
         state._recalls.clear()
         engine.asked.clear()
+
+
+@pytest.mark.parametrize("is_raised", [False, True], ids=["", "by a raise"])
+def test_a_recall_for_a_guarantee_waits_for_no_request(is_raised: bool, clock: Any) -> None:
+    """The guarantee was promised at any time. Another recall that comes before its answer does not wait either."""
+    _, state, engine = five_groups(*range(10))
+    state.hold(engine)
+    recall = Recall("m", PAGE, clock.now + 10.0, is_guaranteed=not is_raised)
+    state.recalled(recall)
+    state.hold(engine)
+    assert len(engine.asked) == (not is_raised)
+    recall.is_guaranteed = True
+    state.recalled(recall)
+    state.hold(engine)
+    assert len(engine.asked) == 1 + (not is_raised)
+    state.recalled(Recall("another rank", PAGE, clock.now + 10.0))
+    state.hold(engine)
+    assert len(engine.asked) == 2 + (not is_raised)
 
 
 def test_an_engine_is_short_while_it_waits_or_others_do(clock: Any) -> None:

@@ -207,7 +207,7 @@ def test_a_recall_that_cannot_be_met_is_answered(start: Start, monkeypatch: pyte
 RECALLED = """
 import time
 class Recall:
-    location, deadline = "device", time.monotonic() + 60
+    location, deadline, is_guaranteed = "device", time.monotonic() + 60, False
     def __init__(self, left): self.left = left
     @property
     def remaining(self): return max(0, pool.physical_usage_bytes - self.left)
