@@ -28,7 +28,8 @@ from membrokerd.config import descriptor_limits
 from membrokerd.core import facts as ft
 from membrokerd.edge import dispatch, listings
 from membrokerd.edge.endpoints import Endpoints
-from membrokerd.edge.handoff import connection
+from membrokerd.edge.handoff import connection, listener
+from membrokerd.restart import descriptor_store, process_watch
 from membrokerd.restart.journal import Journal
 from membrokerd.runtime import eviction, loop, sleeping
 from membrokerd.system import failpoints, pods, process, turns
@@ -203,6 +204,41 @@ def raise_at_tokens() -> None:
     dispatch.Dispatcher.request = request_or_fault  # type: ignore[method-assign]
     listings.BookMessages.list_models = planted  # type: ignore[method-assign, assignment]
     connection.HandoffConnection._goodbye = planted  # type: ignore[method-assign, assignment]
+
+
+HANDSHAKE: dict[str, tuple[Any, str]] = {
+    "token": (dispatch.Dispatcher, "admit"),
+    "greeted": (listener.Listener, "_on_greeted"),
+    "image": (process_watch, "image_of"),
+    "pidfd kept": (descriptor_store.Store, "keep_process"),
+    "welcome made": (connection.Handshake, "_welcome"),
+    "notices": (connection.HandoffConnection, "welcome"),
+}
+"""The steps of a handshake, by what each calls."""
+
+
+def raise_in_handshake() -> None:
+    """It fails once at the step that a file names, before or after it has done what that step does."""
+
+    def plant(step: str, owner: Any, name: str) -> None:
+        taken = getattr(owner, name)
+
+        def fail_at(when: str) -> None:
+            with suppress(FileNotFoundError):
+                if armed_path().read_text() == f"{when} {step}":
+                    armed_path().unlink()
+                    raise RuntimeError("planted")
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            fail_at("before")
+            found = taken(*arguments, **named)
+            fail_at("after")
+            return found
+
+        setattr(owner, name, call)
+
+    for step, (owner, name) in HANDSHAKE.items():
+        plant(step, owner, name)
 
 
 def kill_soon() -> None:

@@ -47,16 +47,19 @@ class Watch:
 
         Sessions that the same process had before an exec() end.
         """
+        is_known = session in self._pidfds
+        if is_known:
+            os.close(pidfd)
+        else:
+            self._pidfds[session] = pidfd  # first: whatever follows may fail, and `forget` closes it
         image = image_of(pid)
         if image is not None:
             for other, seen in list(self._images.items()):
                 if other != session and seen[0] == pid and seen[1] != image:
                     self._replaced(other)
             self._images[session] = pid, image
-        if session in self._pidfds:
-            os.close(pidfd)
+        if is_known:
             return
-        self._pidfds[session] = pidfd
         if uid := pod_of(pid, pidfd):
             self._know_pod(session, Pod(uid))
             self._names.find(uid, partial(self._named, session, uid))

@@ -451,9 +451,16 @@ class Handshake:
                 return
             assert isinstance(result, fx.SessionOpened)
             row = self._loop.broker.ledger.sessions[result.session]
-            self._dispatcher.admit(row)
-            self._begin(row, self._loop.connections)
-            self._welcome(request_id, row, token, pair, resumed=False)
+
+            def begin() -> None:
+                self._dispatcher.admit(row)
+                self._begin(row, self._loop.connections)
+                self._welcome(request_id, row, token, pair, resumed=False)
+
+            def undo() -> None:
+                self._loop.ask(lambda call: ev.Goodbye(call, row.session, request_id), lambda _: None)
+
+            self._begin_or_undo(request_id, row, pair, begin, undo)
 
         self._loop.ask(
             lambda call: ev.OpenSession(
@@ -482,17 +489,24 @@ class Handshake:
                 self._turn_away(request_id, pair, result)
                 return
             assert isinstance(result, fx.SessionResumed)
-            for connections in (self._loop.connections, self._loop.resuming):
-                before = connections.pop(row.session, None)
-                if before is not None:  # it is not registered any more, so its end does not detach the session
-                    before.close("its process opened another connection")
-            self._begin(row, self._loop.resuming)
-            self.holds = Holds(row)
-            self._timer = self._io.call_later(HOLDS_SECONDS, self._no_holds)
-            # The core must learn what the old connection did not deliver before anything is read from this one.
-            self._connection.pause()
-            reach("resume")
-            self._welcome(request_id, row, token, pair, resumed=True)
+
+            def begin() -> None:
+                for connections in (self._loop.connections, self._loop.resuming):
+                    before = connections.pop(row.session, None)
+                    if before is not None:  # it is not registered any more, so its end does not detach the session
+                        before.close("its process opened another connection")
+                self._begin(row, self._loop.resuming)
+                self.holds = Holds(row)
+                self._timer = self._io.call_later(HOLDS_SECONDS, self._no_holds)
+                # The core must learn what the old connection did not deliver before anything is read from this one.
+                self._connection.pause()
+                reach("resume")
+                self._welcome(request_id, row, token, pair, resumed=True)
+
+            def undo() -> None:
+                self._loop.tell(ev.ConnectionLost(row.session))
+
+            self._begin_or_undo(request_id, row, pair, begin, undo)
 
         self._loop.ask(lambda call: ev.ResumeSession(call, row.session, self._peer.identity), resumed)
 
@@ -500,6 +514,25 @@ class Handshake:
         for end in pair:
             end.close()
         self._connection.refuse(request_id, denied)
+
+    def _begin_or_undo(
+        self, request_id: int, row: SessionRow, pair: _Pair, begin: Callable[[], None], undo: Callable[[], None]
+    ) -> None:
+        """Do what follows once the books have a session. After a fault there, undo that in the books, and turn away.
+
+        Else they would have a session without a connection, whose process perhaps nobody watches.
+        """
+        try:
+            begin()
+        except Exception as error:  # noqa: BLE001 - whatever it is, no session may be left half begun
+            logs.fault(error, endpoint=self._endpoint.name, pid=self._peer.pid)
+            self.end()
+            for connections in (self._loop.connections, self._loop.resuming):
+                if connections.get(row.session) is self._connection:
+                    del connections[row.session]
+            self._connection.session = None
+            undo()
+            self._turn_away(request_id, pair, deny(Reason.INTERNAL))
 
     def _begin(self, row: SessionRow, connections: dict[int, SessionConnection]) -> None:
         connections[row.session] = self._connection
