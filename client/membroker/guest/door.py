@@ -19,6 +19,7 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from ..ext import start_thread
 from .keeper import Guest
@@ -39,7 +40,8 @@ FULL_SECONDS = 60.0
 """How often at most it is said that clients wait because so many are connected."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
 """A client that answers nothing for two minutes has vanished."""
-_CHUNK = 1 << 16
+_CHUNK = 1 << 14
+"""The most that is read at once. Each direction of a connection keeps at most six of them, besides the kernel."""
 _ENDED = (7, 8)
 """The states CLOSE and CLOSE_WAIT of a connection, in which TCP_INFO begins (linux/tcp.h)."""
 _ADDRESSES = ("127.0.0.1", "::1")
@@ -85,6 +87,8 @@ class Door:
         self._closing = asyncio.Event()
         self._awake = asyncio.Event()
         self._connecting = asyncio.Lock()
+        self._listens = False
+        """Whether the last connection has reached the program: then the next ones need not wait for each other."""
 
     def open(self, guest: Guest) -> None:
         """Let connections in."""
@@ -138,10 +142,11 @@ class Door:
     async def _enter(self, guest: Guest, client: socket.socket) -> None:
         """Serve one connection until it ends."""
         try:
-            reader, writer = await asyncio.open_connection(sock=client)
+            reader, writer = await _opened(sock=client)
         except OSError:
             client.close()
             return
+        is_closed = False
         try:
             with suppress(OSError):
                 early = bytearray()
@@ -154,8 +159,10 @@ class Door:
             writer.close()
             with suppress(OSError, TimeoutError):  # a client may not read what it was sent
                 await asyncio.wait_for(writer.wait_closed(), SILENT_SECONDS)
+                is_closed = True
         finally:
-            writer.transport.abort()
+            if not is_closed:  # asyncio fails to abort one that closed once it had sent all
+                writer.transport.abort()
 
     async def _has_come(self, reader: asyncio.StreamReader, early: bytearray) -> bool:
         """Wait for the first bytes, or for long enough. Say whether somebody is there: it may end first."""
@@ -197,18 +204,36 @@ class Door:
         finally:
             forth.close()
 
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _connect(self) -> _Side:
         """Wait until the program is awake and listens. One connection tries it for all that wait."""
+        if self._listens and self._awake.is_set() and (side := await self._reach()):
+            return side
         async with self._connecting:
             while True:
                 await self._awake.wait()
-                for address in _ADDRESSES:
-                    with suppress(OSError):
-                        return await asyncio.open_connection(address, self._ports.program)
+                if side := await self._reach():
+                    return side
                 await asyncio.sleep(CONNECT_SECONDS)
+
+    async def _reach(self) -> _Side | None:
+        for address in _ADDRESSES:
+            with suppress(OSError):
+                side = await _opened(host=address, port=self._ports.program)
+                self._listens = True
+                return side
+        self._listens = False
+        return None
 
 
 _Side = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _opened(**where: Any) -> _Side:
+    """Open a connection, as `asyncio.open_connection`, that keeps little. By default it reads 256 KiB at once."""
+    reader, writer = await asyncio.open_connection(**where, limit=_CHUNK)
+    writer.transport.set_write_buffer_limits(_CHUNK)
+    writer.transport.max_size = _CHUNK  # type: ignore[attr-defined]
+    return reader, writer
 
 
 async def _exchange(client: _Side, program: _Side) -> None:

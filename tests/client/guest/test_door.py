@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
+import select
 import socket
 import struct
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -292,3 +295,45 @@ def test_a_door_that_is_closed_waits_for_nobody() -> None:
         client.sendall(b"GET")
         bench.accept().close()
     assert bench.guest.connections == 0
+
+
+KEPT_BYTES = 256 << 10
+"""What the door may keep for a connection, both directions together."""
+
+
+def test_what_nobody_reads_is_not_kept() -> None:
+    """Clients and the program send on and on, and read nothing: it stays in the kernel, which bounds it."""
+    count = 8
+    with opened() as bench, ExitStack() as stack:
+        stack.callback(tracemalloc.stop)
+        tracemalloc.start()
+        ends = []
+        for _ in range(count):
+            ends += [stack.enter_context(bench.connect()), stack.enter_context(bench.accept())]
+        for end in ends:
+            end.setblocking(False)
+        while writable := select.select([], ends, [], 0.2)[1]:  # else the door takes nothing more
+            for end in writable:
+                with suppress(BlockingIOError):
+                    end.send(bytes(1 << 16))
+        kept, _ = tracemalloc.get_traced_memory()
+    assert kept < count * KEPT_BYTES
+
+
+def test_a_client_that_reads_late_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program has ended, and the rest waits in the door, which closes once it is sent. Nothing fails."""
+    faults: list[object] = []
+    size = 1 << 24
+
+    async def forward(_: Door, reader: object, writer: asyncio.StreamWriter, early: object) -> None:
+        writer.write(bytes(size))
+
+    monkeypatch.setattr(Door, "_forward", forward)
+    with opened() as bench, bench.connect() as client:
+        bench.door._loop.set_exception_handler(lambda _, context: faults.append(context))
+        while data := client.recv(1 << 16):
+            size -= len(data)
+        until(lambda: len(asyncio.all_tasks(bench.door._loop)) == 3)  # the door's own
+    gc.collect()  # tells of what a task raised
+    assert size == 0
+    assert faults == []
