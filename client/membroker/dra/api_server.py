@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import ssl
-from contextlib import closing
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +86,23 @@ class ApiServer:
             self._version = found[0]
         return self._version
 
+    @contextmanager
+    def _connected(self) -> Iterator[http.client.HTTPSConnection]:
+        """Yield a connection, which ends after CALL_SECONDS. A timeout is for each read, and each may bring a byte."""
+        host, port = self._address
+        sock = socket.create_connection((host, port), CALL_SECONDS)
+        with sock.dup() as twin, sock:
+            end = threading.Timer(CALL_SECONDS, _shut, [twin])
+            end.daemon = True
+            end.start()
+            try:
+                connection = http.client.HTTPSConnection(host, port, context=self._tls)
+                connection.sock = self._tls.wrap_socket(sock, server_hostname=host)
+                with closing(connection):
+                    yield connection
+            finally:
+                end.cancel()
+
     def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """Return the object that the server answers. Raises `ApiError`."""
         headers = {"Accept": "application/json"}
@@ -92,13 +112,16 @@ class ApiServer:
         try:
             with (self._account / "token").open() as file:  # it changes every hour
                 headers["Authorization"] = f"Bearer {file.read(MAX_TOKEN_BYTES).strip()}"
-            host, port = self._address
-            connection = http.client.HTTPSConnection(host, port, timeout=CALL_SECONDS, context=self._tls)
-            with closing(connection):
+            with self._connected() as connection:
                 connection.request(method, path, data, headers)
                 answer = connection.getresponse()
                 text = answer.read(MAX_ANSWER_BYTES + 1)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (
+            OSError,
+            http.client.HTTPException,
+            ValueError,
+            RuntimeError,
+        ) as error:  # RuntimeError: no thread is left
             raise ApiError(f"the API server does not answer: {shown(str(error) or type(error).__name__)}") from error
         if len(text) > MAX_ANSWER_BYTES:
             raise ApiError(f"the API server's answer has more than {MAX_ANSWER_BYTES} bytes")
@@ -119,3 +142,8 @@ class ApiServer:
         if not isinstance(found, dict):
             raise ApiError(f"the API server's answer is not an object but {shown(found)}")
         return found
+
+
+def _shut(connection: socket.socket) -> None:
+    with suppress(OSError):  # it has ended by itself
+        connection.shutdown(socket.SHUT_RDWR)

@@ -40,6 +40,7 @@ class ApiServer:
     def __init__(self, directory: Path) -> None:
         self.account = directory / "account"
         self.account.mkdir()
+        self._ends = threading.Event()
         self.reset()
         self._key = _certificate(self.account / "ca.crt")
         server = self
@@ -69,6 +70,8 @@ class ApiServer:
         self.calls: list[tuple[str, str]] = []
         self.goes_on = threading.Event()
         self.goes_on.set()
+        self.drips = False
+        """Whether an answer begins with spaces that never end."""
         self.raw: dict[str, Any] = {}
         (self.account / "token").write_text(f"{TOKEN}\n")
 
@@ -85,6 +88,8 @@ class ApiServer:
         handler.send_header("Content-Length", str(len(text) if len(text) <= 4 << 20 else 1 << 40))
         handler.end_headers()
         with suppress(OSError):  # the agent may have seen enough
+            while self.drips and not self._ends.wait(0.02):
+                handler.wfile.write(b" ")
             handler.wfile.write(text)
 
     def _found(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
@@ -120,6 +125,7 @@ class ApiServer:
         return pb.Claim(namespace=place["namespace"], name=place["name"], uid=place["uid"])
 
     def close(self) -> None:
+        self._ends.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()

@@ -139,3 +139,12 @@ def test_trouble_is_told_once(api: ApiServer, slices: Slices, lines: list[str]) 
     api.raw.clear()
     slices.publish()
     assert lines[-1] == "published host, shared by claims"
+
+
+def test_an_answer_that_never_ends_has_its_time(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some bytes come before each timeout of a read: the call would keep one of the agent's threads forever."""
+    monkeypatch.setattr(api_server, "CALL_SECONDS", 0.5)
+    api.drips = True
+    api.raw[GROUP] = 200, bytes(1 << 20)
+    with pytest.raises(api_server.ApiError):
+        api_server.ApiServer("127.0.0.1", api.port, api.account).call("GET", GROUP)
