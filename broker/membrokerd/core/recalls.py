@@ -145,8 +145,17 @@ class Recalls:
         self._say(borrower, recall, recall.size, recall.deadline - now)
 
     def _say(self, borrower: Borrower, recall: PendingRecall, size: int, within: int) -> None:
-        session, name, location = borrower
-        self._books.emit(fx.SendRecall(session, recall.number, name, location, size, within, recall.is_guaranteed))
+        self._books.emit(
+            fx.SendRecall(
+                session=borrower.session,
+                recall=recall.number,
+                name=borrower.name,
+                location=borrower.location,
+                size=size,
+                within_ns=within,
+                is_guaranteed=recall.is_guaranteed,
+            )
+        )
 
     def _set_deadline(self) -> None:
         first = self.ends.first()

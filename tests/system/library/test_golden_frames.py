@@ -93,6 +93,7 @@ LEFT_AT_ZERO = (
     | {f"membroker.v1.Session.{name}" for name in ("observer", "more_models", "more_segments", "pod_uid", "pod_name")}
     | {f"membroker.v1.Decision.{name}" for name in ("returned_bytes", "after_ms", "guaranteed", "wanted_by")}
     | {f"membroker.v1.Available.{name}" for name in ("guarantee_bytes", "tenant_limit_bytes")}
+    | {"membroker.v1.Recall.guaranteed"}  # the recall is for a limit
     | {f"membroker.v1.List{name}Response.next_page_token" for name in ("Sessions", "Segments")}
     | {  # only in listings
         f"membroker.v1.Model.{name}"
