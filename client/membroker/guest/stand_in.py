@@ -37,6 +37,8 @@ class StandInMemory:
         self._image = bytes(size)
         self._map: mmap.mmap | None = None
         self._changed = threading.Condition()
+        self._waiting = 0
+        """How many calls wait for it: those have it once before it is taken again, as CUDA's lock waits for calls."""
         self._give()
         threading.Thread(target=self._listen, name="stand-in", daemon=True).start()
 
@@ -53,8 +55,14 @@ class StandInMemory:
     @contextmanager
     def _awake(self) -> Iterator[mmap.mmap]:
         with self._changed:
-            while self._map is None:
-                self._changed.wait()
+            if self._map is None:
+                self._waiting += 1
+                try:
+                    while self._map is None:
+                        self._changed.wait()
+                finally:
+                    self._waiting -= 1
+                    self._changed.notify_all()
             yield self._map
 
     def _listen(self) -> None:
@@ -63,6 +71,8 @@ class StandInMemory:
 
     def _take(self) -> None:
         with self._changed:
+            while self._map is not None and self._waiting:
+                self._changed.wait()
             if self._map is not None:
                 self._image = self._map[:]
                 self._map.close()
