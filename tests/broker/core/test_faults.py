@@ -99,14 +99,6 @@ def test_a_fall_after_the_limit_settles_no_other(story: Story) -> None:
     assert story.releasing() == PACKET
 
 
-def test_a_stranger_leaves_no_mark_on_a_model(story: Story) -> None:
-    """Another tenant guesses a model's name: it learns nothing, and the model's own figures do not move."""
-    story.open()
-    stranger = story.open(tenant="u")
-    story.allocate(stranger, 1)
-    assert not story.broker.denials
-
-
 def test_refusals_are_counted_at_a_model_that_is_there_and_end_with_it(story: Story) -> None:
     """Each name that a worker makes up would otherwise stay in the broker's memory for good."""
     session = story.open()

@@ -42,23 +42,6 @@ def test_a_division_is_the_defined_one(room: int, items: list[Item]) -> None:
     assert sum(sizes) > min(room, most) - GRANULE
 
 
-@pytest.mark.parametrize(
-    ("room", "items", "sizes"),
-    [
-        (90, [(1, 0, 100), (2, 0, 100)], [30, 60]),
-        (90, [(1, 0, 100), (1, 0, 20)], [70, 20]),
-        (90, [(1, 50, 100), (1, 0, 100)], [50, 40]),
-        (90, [(0, 0, 100), (1, 0, 60)], [30, 60]),
-        (90, [(0, 0, 100), (0, 0, 100)], [46, 44]),
-        (10, [(1, 30, 100), (1, 0, 100)], [30, 0]),
-        (10, [], []),
-    ],
-)
-def test_divisions(room: int, items: list[tuple[int, int, int]], sizes: list[int]) -> None:
-    """By weight; up to what is wanted; not below what there is; and weight 0 gets what is left."""
-    assert fill(room, [Item(*item) for item in items], GRANULE) == sizes
-
-
 def test_tenants_are_divided_before_their_models() -> None:
     """A tenant with many models gets no more than one with one; a guarantee is out of the division."""
     ledger = Ledger({"device": 100 * MIB})

@@ -98,10 +98,6 @@ def test_life_goes_on_from_a_story(seed: int) -> None:
         assert books(successor) == books(world.daemons.books)
 
 
-def test_nothing_is_told_in_no_facts() -> None:
-    assert list(checkpoint_facts(Ledger(CAPACITIES))) == []
-
-
 @pytest.mark.deep
 def test_a_story_is_of_the_moment_when_it_was_begun() -> None:
     """It is told while the world goes on, as when the journal is compacted: what comes later is not in it."""
