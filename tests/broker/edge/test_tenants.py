@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
+from tests.broker.coroutines import played_by
 from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.loop_world import WEIGHTS, World, play
 from tests.support.sizes import MIB
@@ -111,206 +112,184 @@ def tell(story: Callable[[Place], Awaitable[None]]) -> None:
     play(told)
 
 
-def test_a_tenant_is_made_changed_and_deleted() -> None:
+@played_by(tell)
+async def test_a_tenant_is_made_changed_and_deleted(place: Place) -> None:
     """Each is in the file, the books, the rules and at the endpoint; nothing of it is left."""
-
-    async def story(place: Place) -> None:
-        await place.create(guarantee_bytes=8 * MIB, limit_bytes=16 * MIB, uids=[5], lend_unused=False, mode=0o600)
-        made = CreatedTenant(uids=frozenset((5,)), lend_unused=False, mode=0o600)
-        assert place.kept[-1] == ({KEY: Quota(16 * MIB, 8 * MIB)}, {"t": made})
-        assert place.open_now["t"] == {5}
-        assert place.world.loop.broker.books.rules.unlent == {"t"}
-        assert place.world.loop.broker.books.rules.max_sessions_per_tenant == 96, "it has two tenants now"
-        await place.update(weight=2, uids=[6, 7], mask="limit_bytes lend_unused")
-        assert place.quotas() == place.kept[-1][0] == {KEY: Quota(None, 8 * MIB, 2)}
-        assert place.open_now["t"] == {6, 7}
-        assert place.world.loop.broker.books.rules.unlent == frozenset()
-        assert place.kept[-1][1]["t"].mode == 0o600
-        await place.delete()
-        assert place.kept[-1][1]["t"].deleting
-        await place.is_gone()
-        await place.world.until(lambda: place.kept[-1] == ({}, {}))
-        assert (place.quotas(), place.removed, set(place.open_now)) == ({}, ["t"], {"red"})
-        assert await place.create() == "t"
-
-    tell(story)
+    await place.create(guarantee_bytes=8 * MIB, limit_bytes=16 * MIB, uids=[5], lend_unused=False, mode=0o600)
+    made = CreatedTenant(uids=frozenset((5,)), lend_unused=False, mode=0o600)
+    assert place.kept[-1] == ({KEY: Quota(16 * MIB, 8 * MIB)}, {"t": made})
+    assert place.open_now["t"] == {5}
+    assert place.world.loop.broker.books.rules.unlent == {"t"}
+    assert place.world.loop.broker.books.rules.max_sessions_per_tenant == 96, "it has two tenants now"
+    await place.update(weight=2, uids=[6, 7], mask="limit_bytes lend_unused")
+    assert place.quotas() == place.kept[-1][0] == {KEY: Quota(None, 8 * MIB, 2)}
+    assert place.open_now["t"] == {6, 7}
+    assert place.world.loop.broker.books.rules.unlent == frozenset()
+    assert place.kept[-1][1]["t"].mode == 0o600
+    await place.delete()
+    assert place.kept[-1][1]["t"].deleting
+    await place.is_gone()
+    await place.world.until(lambda: place.kept[-1] == ({}, {}))
+    assert (place.quotas(), place.removed, set(place.open_now)) == ({}, ["t"], {"red"})
+    assert await place.create() == "t"
 
 
-def test_what_is_refused_changes_nothing() -> None:
-    async def story(place: Place) -> None:
-        await place.create("blue", guarantee_bytes=40 * MIB, limit_bytes=48 * MIB)
-        before = place.config, place.quotas(), len(place.kept)
+@played_by(tell)
+async def test_what_is_refused_changes_nothing(place: Place) -> None:
+    await place.create("blue", guarantee_bytes=40 * MIB, limit_bytes=48 * MIB)
+    before = place.config, place.quotas(), len(place.kept)
 
-        async def refused(command: Awaitable[object]) -> Denied:
-            denied = await refusal(command)
-            assert (place.config, place.quotas(), len(place.kept)) == before
-            return denied
-
-        conflict = await refused(place.create(guarantee_bytes=32 * MIB))
-        assert (conflict.reason, conflict.numbers["asked_bytes"], conflict.numbers["limit_bytes"]) == (
-            Reason.QUOTA_CONFLICT,
-            72 * MIB,
-            64 * MIB,
-        )
-        assert (await refused(place.update("blue", limit_bytes=8 * MIB))).reason is Reason.QUOTA_CONFLICT
-        assert (await refused(place.create("blue"))).reason is Reason.TENANT_EXISTS
-        assert (await refused(place.create("red"))).numbers["hint"] == ", in the configuration file"
-        assert (await refused(place.delete("red"))).reason is Reason.TENANT_CONFIGURED
-        assert (await refused(place.update("red", uids=[1]))).reason is Reason.TENANT_CONFIGURED
-        assert (await refused(place.update(weight=1))).reason is Reason.TENANT_NOT_FOUND
-        assert (await refused(place.delete())).reason is Reason.TENANT_NOT_FOUND
-        wrong = dict.fromkeys(("default", "uid-0", "a" * 41), (Reason.INVALID_ARGUMENT, "what"))
-        wrong |= dict.fromkeys(("Acme", "a/b", "", "a" * 64, "x" * 60_000), (Reason.INVALID_NAME, "name"))
-        for name, (reason, said) in wrong.items():
-            denied = await refused(place.create(name))
-            assert denied.reason is reason
-            assert len(str(denied.numbers[said])) < 1_000
-        for settings in ({"weight": 1_001}, {"mode": 0o1000}, {"limit_bytes": -1}, {"uids": range(65)}):
-            denied = await refused(place.create(**settings))
-            assert denied.reason is Reason.INVALID_ARGUMENT
-            assert len(str(denied.numbers["what"])) < 1_000
-        for command in (
-            place.update("blue"),
-            place.update("blue", mask="owner"),
-            place.update("blue", mask="x" * 50_000),
-        ):
-            assert (await refused(command)).reason is Reason.INVALID_ARGUMENT
-        assert await place.create(guarantee_bytes=24 * MIB, dry=True) == "t"
-        assert await place.update("blue", uids=[1], weight=3, dry=True) == "blue"
+    async def refused(command: Awaitable[object]) -> Denied:
+        denied = await refusal(command)
         assert (place.config, place.quotas(), len(place.kept)) == before
+        return denied
 
-    tell(story)
+    conflict = await refused(place.create(guarantee_bytes=32 * MIB))
+    assert (conflict.reason, conflict.numbers["asked_bytes"], conflict.numbers["limit_bytes"]) == (
+        Reason.QUOTA_CONFLICT,
+        72 * MIB,
+        64 * MIB,
+    )
+    assert (await refused(place.update("blue", limit_bytes=8 * MIB))).reason is Reason.QUOTA_CONFLICT
+    assert (await refused(place.create("blue"))).reason is Reason.TENANT_EXISTS
+    assert (await refused(place.create("red"))).numbers["hint"] == ", in the configuration file"
+    assert (await refused(place.delete("red"))).reason is Reason.TENANT_CONFIGURED
+    assert (await refused(place.update("red", uids=[1]))).reason is Reason.TENANT_CONFIGURED
+    assert (await refused(place.update(weight=1))).reason is Reason.TENANT_NOT_FOUND
+    assert (await refused(place.delete())).reason is Reason.TENANT_NOT_FOUND
+    wrong = dict.fromkeys(("default", "uid-0", "a" * 41), (Reason.INVALID_ARGUMENT, "what"))
+    wrong |= dict.fromkeys(("Acme", "a/b", "", "a" * 64, "x" * 60_000), (Reason.INVALID_NAME, "name"))
+    for name, (reason, said) in wrong.items():
+        denied = await refused(place.create(name))
+        assert denied.reason is reason
+        assert len(str(denied.numbers[said])) < 1_000
+    for settings in ({"weight": 1_001}, {"mode": 0o1000}, {"limit_bytes": -1}, {"uids": range(65)}):
+        denied = await refused(place.create(**settings))
+        assert denied.reason is Reason.INVALID_ARGUMENT
+        assert len(str(denied.numbers["what"])) < 1_000
+    for command in (
+        place.update("blue"),
+        place.update("blue", mask="owner"),
+        place.update("blue", mask="x" * 50_000),
+    ):
+        assert (await refused(command)).reason is Reason.INVALID_ARGUMENT
+    assert await place.create(guarantee_bytes=24 * MIB, dry=True) == "t"
+    assert await place.update("blue", uids=[1], weight=3, dry=True) == "blue"
+    assert (place.config, place.quotas(), len(place.kept)) == before
 
 
-def test_a_configured_tenants_numbers_can_be_set() -> None:
-    async def story(place: Place) -> None:
-        await place.update("red", limit_bytes=8 * MIB, weight=3)
-        assert place.kept == [({("red", None, "device"): Quota(8 * MIB, None, 3)}, {})]
-        assert not place.config.created
-
-    tell(story)
+@played_by(tell)
+async def test_a_configured_tenants_numbers_can_be_set(place: Place) -> None:
+    await place.update("red", limit_bytes=8 * MIB, weight=3)
+    assert place.kept == [({("red", None, "device"): Quota(8 * MIB, None, 3)}, {})]
+    assert not place.config.created
 
 
-def test_there_are_64_by_command() -> None:
+@played_by(tell)
+async def test_there_are_64_by_command(place: Place) -> None:
     """Those of the file do not count."""
-
-    async def story(place: Place) -> None:
-        for number in range(quotas.MAX_CREATED):
-            await place.create(f"t{number}")
-        denied = await refusal(place.create("more"))
-        assert (denied.reason, denied.numbers) == (Reason.TOO_MANY_TENANTS, {"limit": 64})
-
-    tell(story)
+    for number in range(quotas.MAX_CREATED):
+        await place.create(f"t{number}")
+    denied = await refusal(place.create("more"))
+    assert (denied.reason, denied.numbers) == (Reason.TOO_MANY_TENANTS, {"limit": 64})
 
 
-def test_an_endpoint_that_cannot_be_opened_leaves_no_tenant() -> None:
+@played_by(tell)
+async def test_an_endpoint_that_cannot_be_opened_leaves_no_tenant(place: Place) -> None:
     """The daemon may not give its sockets to another user."""
-
-    async def story(place: Place) -> None:
-        place.trouble = DirectoryError("tenants.t = 7: this daemon cannot change a socket's owner")
-        denied = await refusal(place.create(owner=7, guarantee_bytes=8 * MIB))
-        assert (denied.reason, "cannot change a socket's owner" in str(denied.numbers["what"])) == (
-            Reason.INVALID_ARGUMENT,
-            True,
-        )
-        assert (place.kept[-1], place.quotas(), set(place.config.tenants)) == (({}, {}), {}, {"red"})
-
-    tell(story)
+    place.trouble = DirectoryError("tenants.t = 7: this daemon cannot change a socket's owner")
+    denied = await refusal(place.create(owner=7, guarantee_bytes=8 * MIB))
+    assert (denied.reason, "cannot change a socket's owner" in str(denied.numbers["what"])) == (
+        Reason.INVALID_ARGUMENT,
+        True,
+    )
+    assert (place.kept[-1], place.quotas(), set(place.config.tenants)) == (({}, {}), {}, {"red"})
 
 
-def test_a_full_disk_refuses_a_command_and_delays_a_deletion(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(place: Place) -> None:
-        full = OSError(28, "No space left on device", "/var/lib/x/quotas.toml")
-        place.disk = full
-        assert (await refusal(place.create())).reason is Reason.INTERNAL
-        assert "t" not in place.config.tenants
-        place.disk = None
-        await place.create()
-        session = await place.world.open(CHAT)
-        assert await place.world.allocate(session)
-        await place.delete()
-        place.disk = full
-        await place.world.give_back(session)
-        await place.world.until(lambda: bool(place.removed) and place.tenants._finishing is None)
-        assert place.config.created["t"].deleting, "its name is not free before the file says so"
-        place.disk, place.tenants._next_look = None, 0.0
-        await place.is_gone()
-        assert place.kept[-1] == ({}, {})
+@played_by(tell)
+async def test_a_full_disk_refuses_a_command_and_delays_a_deletion(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(28, "No space left on device", "/var/lib/x/quotas.toml")
+    place.disk = full
+    assert (await refusal(place.create())).reason is Reason.INTERNAL
+    assert "t" not in place.config.tenants
+    place.disk = None
+    await place.create()
+    session = await place.world.open(CHAT)
+    assert await place.world.allocate(session)
+    await place.delete()
+    place.disk = full
+    await place.world.give_back(session)
+    await place.world.until(lambda: bool(place.removed) and place.tenants._finishing is None)
+    assert place.config.created["t"].deleting, "its name is not free before the file says so"
+    place.disk, place.tenants._next_look = None, 0.0
+    await place.is_gone()
+    assert place.kept[-1] == ({}, {})
 
-    tell(story)
 
-
-def test_a_deletion_waits_for_what_is_lent() -> None:
+@played_by(tell)
+async def test_a_deletion_waits_for_what_is_lent(place: Place) -> None:
     """Its sessions borrow nothing more, its segments end with their last holder; then it is gone, sessions and all."""
-
-    async def story(place: Place) -> None:
-        world = place.world
-        await place.create(guarantee_bytes=8 * MIB)
-        world.loop.broker.ledger.quotas["t", "m", "device"] = Quota(guarantee=4 * MIB)
-        session, idle = await world.open(CHAT), await world.open(CHAT)
-        detached = await world.open(CHAT)
-        await world.allocate(session)
-        segment = (await world.create(session, 4 * MIB)).segment
-        await world.seal(session, segment)
-        world.lose(detached)
-        await place.delete()
-        assert await place.delete() == "t", "a second command changes nothing"
-        assert place.closed["t"].reason is Reason.TENANT_DELETED
-        assert (await refusal(place.update(weight=1))).reason is Reason.TENANT_DELETED
-        assert (await refusal(place.create())).reason is Reason.TENANT_DELETED
-        assert world.loop.broker.books.admission.reserved("device") == 0
-        assert set(place.quotas().values()) == {Quota(limit=0)}
-        assert (await world.allocate(idle)).reason is Reason.TENANT_LIMIT
-        assert (await world.attach(idle)).reason is Reason.SEGMENT_NOT_FOUND
-        assert place.config.created["t"].deleting
-        await world.give_back(session)
-        await world.audit()
-        assert place.removed == [], "the segment is still held"
-        await world.detach(session, segment)
-        await place.is_gone()
-        assert place.removed == ["t"]
-        assert not world.loop.broker.ledger.sessions
-        assert not place.quotas()
-
-    tell(story)
+    world = place.world
+    await place.create(guarantee_bytes=8 * MIB)
+    world.loop.broker.ledger.quotas["t", "m", "device"] = Quota(guarantee=4 * MIB)
+    session, idle = await world.open(CHAT), await world.open(CHAT)
+    detached = await world.open(CHAT)
+    await world.allocate(session)
+    segment = (await world.create(session, 4 * MIB)).segment
+    await world.seal(session, segment)
+    world.lose(detached)
+    await place.delete()
+    assert await place.delete() == "t", "a second command changes nothing"
+    assert place.closed["t"].reason is Reason.TENANT_DELETED
+    assert (await refusal(place.update(weight=1))).reason is Reason.TENANT_DELETED
+    assert (await refusal(place.create())).reason is Reason.TENANT_DELETED
+    assert world.loop.broker.books.admission.reserved("device") == 0
+    assert set(place.quotas().values()) == {Quota(limit=0)}
+    assert (await world.allocate(idle)).reason is Reason.TENANT_LIMIT
+    assert (await world.attach(idle)).reason is Reason.SEGMENT_NOT_FOUND
+    assert place.config.created["t"].deleting
+    await world.give_back(session)
+    await world.audit()
+    assert place.removed == [], "the segment is still held"
+    await world.detach(session, segment)
+    await place.is_gone()
+    assert place.removed == ["t"]
+    assert not world.loop.broker.ledger.sessions
+    assert not place.quotas()
 
 
-def test_a_request_without_an_end_keeps_no_tenant() -> None:
+@played_by(tell)
+async def test_a_request_without_an_end_keeps_no_tenant(place: Place) -> None:
     """A session has released all, and never acknowledges a packet of the request 0."""
-
-    async def story(place: Place) -> None:
-        world = place.world
-        await place.create()
-        session = await world.open(CHAT)
-        await world.ask(lambda call: ev.Allocate(call, session, 0, CHAT, "device", 2 * MIB, 1))
-        ids = tuple(world.loop.broker.ledger.sessions[session].extents)
-        await world.ask(lambda call: ev.Release(call, session, world.request(), ids))
-        assert world.loop.broker.lending.in_flight(session, 0)
-        await place.delete()
-        await place.is_gone()
-
-    tell(story)
+    world = place.world
+    await place.create()
+    session = await world.open(CHAT)
+    await world.ask(lambda call: ev.Allocate(call, session, 0, CHAT, "device", 2 * MIB, 1))
+    ids = tuple(world.loop.broker.ledger.sessions[session].extents)
+    await world.ask(lambda call: ev.Release(call, session, world.request(), ids))
+    assert world.loop.broker.lending.in_flight(session, 0)
+    await place.delete()
+    await place.is_gone()
 
 
-def test_the_next_daemon_goes_on_with_a_deletion() -> None:
+@played_by(tell)
+async def test_the_next_daemon_goes_on_with_a_deletion(place: Place) -> None:
     """It finds it in the file: with a limit that a person has changed there, and a segment that is not deleted yet."""
-
-    async def story(place: Place) -> None:
-        world = place.world
-        place.apply(place.config.with_created({"t": CreatedTenant(deleting=True)}))
-        session = await world.open(CHAT)
-        segment = (await world.create(session, 4 * MIB)).segment
-        await world.seal(session, segment)
-        await place.tenants.resume()
-        assert place.closed["t"].reason is Reason.TENANT_DELETED
-        assert (await world.allocate(session)).reason is Reason.TENANT_LIMIT
-        world.loop.tell(ev.ConnectionLost(session))
-        await world.ask(lambda call: ev.ForgetSession(call, session))
-        await place.is_gone()
-        assert WEIGHTS.tenant == "t"
-        assert not world.loop.broker.ledger.segments
-
-    tell(story)
+    world = place.world
+    place.apply(place.config.with_created({"t": CreatedTenant(deleting=True)}))
+    session = await world.open(CHAT)
+    segment = (await world.create(session, 4 * MIB)).segment
+    await world.seal(session, segment)
+    await place.tenants.resume()
+    assert place.closed["t"].reason is Reason.TENANT_DELETED
+    assert (await world.allocate(session)).reason is Reason.TENANT_LIMIT
+    world.loop.tell(ev.ConnectionLost(session))
+    await world.ask(lambda call: ev.ForgetSession(call, session))
+    await place.is_gone()
+    assert WEIGHTS.tenant == "t"
+    assert not world.loop.broker.ledger.segments
 
 
 def test_users_are_tenants_beside_those_made_by_command() -> None:
@@ -332,32 +311,26 @@ def test_a_tenant_that_was_being_deleted_is_in_the_file_at_the_next_start() -> N
     assert kept.beside(Config()) == kept
 
 
-def test_an_operator_that_leaves_ends_no_command() -> None:
+@played_by(tell)
+async def test_an_operator_that_leaves_ends_no_command(place: Place) -> None:
     """Ctrl-C while the disk is slow: what is in the file at the next start is so now, too."""
+    go_on, kept = threading.Event(), place.keep
 
-    async def story(place: Place) -> None:
-        go_on, kept = threading.Event(), place.keep
+    def keep(rows: quotas.Quotas, created: Mapping[str, CreatedTenant]) -> None:
+        kept(rows, created)
+        assert go_on.wait(DEADLINE_SECONDS)
 
-        def keep(rows: quotas.Quotas, created: Mapping[str, CreatedTenant]) -> None:
-            kept(rows, created)
-            assert go_on.wait(DEADLINE_SECONDS)
-
-        place.tenants = Tenants(place.world.loop, lambda: place.config, place.apply, keep, place)
-        command = asyncio.ensure_future(place.create(weight=2))
-        await place.world.until(lambda: bool(place.kept))
-        command.cancel()
-        go_on.set()
-        await place.world.until(lambda: "t" in place.open_now)
-        assert (place.quotas(), set(place.config.created)) == ({KEY: Quota(weight=2)}, {"t"})
-
-    tell(story)
+    place.tenants = Tenants(place.world.loop, lambda: place.config, place.apply, keep, place)
+    command = asyncio.ensure_future(place.create(weight=2))
+    await place.world.until(lambda: bool(place.kept))
+    command.cancel()
+    go_on.set()
+    await place.world.until(lambda: "t" in place.open_now)
+    assert (place.quotas(), set(place.config.created)) == ({KEY: Quota(weight=2)}, {"t"})
 
 
-def test_commands_take_turns() -> None:
+@played_by(tell)
+async def test_commands_take_turns(place: Place) -> None:
     """Two that are made at the same time are both in the file."""
-
-    async def story(place: Place) -> None:
-        await asyncio.gather(*[place.create(name) for name in ("a", "b", "c")])
-        assert set(place.kept[-1][1]) == set(place.config.created) == {"a", "b", "c"}
-
-    tell(story)
+    await asyncio.gather(*[place.create(name) for name in ("a", "b", "c")])
+    assert set(place.kept[-1][1]) == set(place.config.created) == {"a", "b", "c"}
