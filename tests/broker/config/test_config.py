@@ -104,16 +104,6 @@ def test_a_whole_file_is_read(tmp_path: Path) -> None:
     assert found.tenants["other"] == config.TenantConfig()
 
 
-def test_a_tenants_own_limit_goes_before_the_default(tmp_path: Path) -> None:
-    text = 'default_limit = "8MiB"\n[tenants.a]\nlimit = "32MiB"\n[tenants.a.models.m]\nlimit = "16MiB"\n'
-    found = load(write(tmp_path, text), {"capacity": "64MiB"})
-    assert (found.default_limit, found.tenants["a"].limit, found.tenants["a"].models["m"].limit) == (
-        8 * MIB,
-        32 * MIB,
-        16 * MIB,
-    )
-
-
 @pytest.mark.parametrize(("device", "number"), [("host", 0), ("host-1", 1), ("host-12", 12), ("1", 1), (2, 2)])
 def test_a_device_of_the_host_driver_is_a_number(device: Any, number: int) -> None:
     """Its UUID, as `membroker status` shows it, or its number, as a GPU's."""

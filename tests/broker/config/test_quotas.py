@@ -34,19 +34,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "host" / "quotas.toml"
 
 
-def test_what_was_commanded_is_read_again(path: Path) -> None:
-    """For tenants and models, at both locations; what no command is about any more is gone."""
-    assert read(path) == {}
-    write(path, QUOTAS)
-    assert read(path) == QUOTAS
-    fewer = {key: limit for key, limit in QUOTAS.items() if key[1]}
-    write(path, fewer)
-    assert read(path) == fewer
-    write(path, {})
-    assert read(path) == {}
-    assert list(path.parent.iterdir()) == [path]
-
-
 @pytest.mark.parametrize("examples", [10, pytest.param(60, marks=pytest.mark.deep)])
 def test_any_quotas_are_read_again(path: Path, examples: int) -> None:
     tenants, models = (

@@ -331,14 +331,6 @@ def test_a_gate_that_cannot_ask_creates_nothing(driver: Failing) -> None:
     assert driver.memory(Location.DEVICE).used == 0
 
 
-def test_answers_come_in_the_order_of_the_jobs(driver: Failing) -> None:
-    """A look that is asked for behind a packet sees the packet."""
-    first, seen, second, last = run(driver, makes(packet(2)), looks, makes(packet(3, location="host")), looks)
-    close_all(first + second)
-    assert seen["device"].used == 2 * PAGE
-    assert (seen["host"].used, last["host"].used) == (0, 3 * PAGE)
-
-
 # --- where it happens, and in which order ---
 
 ON_LOOP, ON_THREAD = "MainThread", "membrokerd-driver"

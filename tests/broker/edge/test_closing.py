@@ -91,19 +91,6 @@ def test_what_lingers_is_closed_on_a_thread(before: list[bytes], *, is_gone: boo
     asyncio.run(scene())
 
 
-def test_what_lingers_in_a_stream_is_closed_on_a_thread() -> None:
-    async def scene() -> None:
-        ours, theirs = pair(socket.SOCK_STREAM)
-        theirs.send(b"bytes")
-        with pass_lingering(theirs, b"x"):
-            SocketCloser().hang_up(ours)
-            assert threads() == 1
-            await until_done()
-        theirs.close()
-
-    asyncio.run(scene())
-
-
 def test_many_that_linger_have_a_few_threads() -> None:
     """They are interrupted for each, and all are closed. Many are a crowd: the endpoint accepts no more then."""
 

@@ -270,18 +270,6 @@ def test_waits_are_counted_by_how_they_ended_up_to_a_minute() -> None:
     assert found == {"0.025": [1], "60.0": [2]}
 
 
-def test_recalls_are_counted_by_how_they_ended() -> None:
-    """Each result is there before the first recall, and a late one is seen by `increase()`."""
-    made = Metrics(Source(books()).view, UUID)
-    for seconds in (0.02, 1.0):
-        made.recalls["late"].observe(seconds)
-    series = scrape(made)
-    counts = {kind: values(series, "membroker_recall_seconds_count", result=kind) for kind in made.recalls}
-    assert counts == {"returned": [0], "kept": [0], "late": [2]}
-    found = {le: values(series, "membroker_recall_seconds_bucket", le=le, result="late") for le in ("0.025", "60.0")}
-    assert found == {"0.025": [1], "60.0": [2]}
-
-
 def test_histograms_lose_nothing_between_threads() -> None:
     made = Metrics(Source(books()).view, UUID)
 

@@ -68,24 +68,6 @@ async def test_a_request_does_not_wait_for_all_packets_of_another_tenant(world: 
         await world.give_back(session)
 
 
-@played_by(play)
-async def test_waits_end_when_their_time_has_come(world: World) -> None:
-    """The first to end comes second; it is told without anybody's doing, and the other waits on."""
-    writer, patient, hasty = await world.open(), await world.open(), await world.open()
-    made = await world.create(writer, 2 * MIB)
-    long, short = world.attach(patient, wait=DEADLINE_SECONDS), world.attach(hasty, wait=0.02)
-    assert (await short).reason is Reason.SEGMENT_NOT_SEALED
-    assert not long.done()
-    again = world.attach(hasty, wait=0.02)
-    assert (await again).reason is Reason.SEGMENT_NOT_SEALED
-    await world.seal(writer, made.segment)
-    assert (await long).sessions == 2
-    for session in (writer, patient):
-        await world.detach(session, made.segment)
-    await world.delete()
-    await world.until(lambda: not world.charged())
-
-
 def test_waits_for_memory_end_when_their_time_has_come() -> None:
     """Nothing else happens meanwhile: the device is audited once an hour. The other request goes on waiting."""
 
