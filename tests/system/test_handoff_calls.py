@@ -192,29 +192,6 @@ class TestCancel:
             assert waiting(daemon) == 0
             assert len(one.borrow(model, PAGE)) == 1
 
-    def test_after_a_request_of_the_same_id(self, daemon: Daemon) -> None:
-        """That one is refused, and the first one waits on until it is cancelled."""
-        with Session(daemon.endpoint()) as one:
-            model = one.register("m")
-            one.borrow(model, PAGE)
-            first = waits(one, model)
-            one.send(pb.Frame(request_id=first, allocate=allocation(model, PAGE)))
-            assert reason(one.answer(first)[0]) == "REQUEST_ID_IN_USE"
-            assert waiting(daemon) == 1
-            one.send(pb.Frame(request_id=first, cancel=pb.Cancel()))
-            assert reason(one.answer(first)[0]) == "DELIVERY_FAILED"
-
-    def test_what_is_granted_already(self, daemon: Daemon) -> None:
-        """It comes too late: the extent is delivered, and lent."""
-        with Session(daemon.endpoint()) as one:
-            model = one.register("m")
-            request_id = next(raw._ids)
-            one.send(pb.Frame(request_id=request_id, allocate=allocation(model, PAGE)))
-            one.send(pb.Frame(request_id=request_id, cancel=pb.Cancel()))
-            answer, ids = one.answer(request_id)
-            assert answer.count == len(ids) == 1
-            one.release(ids)
-
 
 def waits(session: Session, model: str) -> int:
     """Send a request for all that can be lent, of which a page is lent, and return its id."""

@@ -150,15 +150,6 @@ def test_each_frame_of_a_resume_has_its_turn(daemon: Daemon, resumable: Resumabl
         assert raw.reason(line.last_words()) == "PROTOCOL_VIOLATION"
 
 
-def test_a_session_borrows_on_the_connection_by_which_it_resumed(daemon: Daemon) -> None:
-    """As it did before on the other one: what is delivered comes to the new one."""
-    with Session(daemon.endpoint()) as session:
-        model = session.register("m")
-        ids = session.borrow(model, PAGE)
-        session.resume(ids)
-        session.release([*ids, *session.borrow(model, PAGE)])
-
-
 def test_a_child_does_not_resume_its_parents_session(daemon: Daemon) -> None:
     """It knows the token, and is another process. It is told, and the parent's session goes on."""
     with Session(daemon.endpoint()) as session:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +17,9 @@ from tests.support.daemons import Daemon, running, until
 from tests.support.raw import Asker, Session, info, reason
 from tests.support.sizes import GIB, MIB
 from tests.support.workers import (
-    ANCHOR_BYTES,
     PAGE,
     Worker,
     descriptors_at_start,
-    device_used,
     until_clean,
     worker,
     workers,
@@ -123,40 +120,6 @@ class SegmentAsker(Asker):
 # Sharing
 
 
-def test_bytes_are_charged_once_however_many_have_them_mapped(daemon: Daemon) -> None:
-    """Three engines of one model: one loads the weights, two map the same memory. The books, the device and the
-    metrics have it once, under the model and under no session.
-    """
-    with clean(daemon), workers(3) as (writer, *readers):
-        write(writer, daemon)
-        writer.do("segment.seal()")
-        for each in readers:
-            attach(each, daemon)
-        assert all(reads(each) for each in (writer, *readers))
-        assert holders(daemon) == 3
-        assert daemon.books().lent_bytes == SIZE
-        until(lambda: device_used(daemon) == SIZE)
-        (model,) = daemon.models()
-        assert (model.books[0].used_bytes, model.books[0].segment_bytes, model.books[0].extents) == (SIZE, SIZE, 1)
-        assert [books.used_bytes for one in daemon.sessions() for books in one.books if books.used_bytes] == []
-        assert [list(one.segments) for one in daemon.sessions()] == [[FULL_NAME]] * 3
-        figures = re.findall(
-            r"^membroker_(model_used_bytes|device_lent_bytes)\{.*device\"\S* (\S+)$", daemon.metrics(), re.M
-        )
-        assert {name: float(value) for name, value in figures} == dict.fromkeys(
-            ("model_used_bytes", "device_lent_bytes"), SIZE
-        )
-        writer.do("segment.close()")
-        readers[0].do("segment.close()")
-        assert (holders(daemon), daemon.books().lent_bytes) == (1, SIZE)
-        assert reads(readers[1])
-        readers[1].do("segment.delete()")
-        assert (state(daemon), daemon.books().lent_bytes) == ("ENDING", SIZE)
-        readers[1].do("segment.close()")
-        until(lambda: not segments(daemon))
-        assert [each.finish() for each in (writer, *readers)] == [0, 0, 0]
-
-
 def test_a_writer_without_a_connection_seals_by_grpc(daemon: Daemon) -> None:
     """Its token still does everything that brings no descriptors: seal, detach, delete."""
     with Session(daemon.endpoint()) as writer, worker() as reader:
@@ -201,29 +164,6 @@ def test_a_large_segment_comes_in_packets(transport: str) -> None:
         assert daemon.books().lent_bytes == size
         reader.do("segment.delete(); segment.close()")
         writer.do("segment.close()")
-
-
-def test_a_segment_of_host_memory() -> None:
-    """Weights that are swapped in and out lie in host memory, with a capacity, books and limits of its own."""
-    tenants = {"red": {"host_limit": "32MiB"}}
-    with (
-        running({"host_capacity": "64MiB", "settle_seconds": 1.0, "tenants": tenants}) as daemon,
-        clean(daemon),
-        workers(2) as both,
-    ):
-        writer, reader = both
-        write(writer, daemon, location="host")
-        writer.do("segment.seal()")
-        attach(reader, daemon)
-        assert reads(reader)
-        assert [each.ask("segment.location") for each in both] == ["host", "host"]
-        assert [books.lent_bytes for books in daemon.device().locations] == [0, SIZE]
-        until(lambda: [books.device_used_bytes for books in daemon.device().locations] == [ANCHOR_BYTES, SIZE])
-        refused = writer.refused("model.create_segment('other', '26MiB', 'host')")
-        assert refused.numbers == ("tenant", 26 * MIB, 24 * MIB, 32 * MIB)
-        assert refused.metadata["location"] == "host"
-        reader.kill()
-        writer.do("segment.delete(); segment.close()")
 
 
 # Limits

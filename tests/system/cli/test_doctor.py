@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, hold_still, running, until
-from tests.support.raw import Session, allocation
 from tests.support.sizes import MIB
 from tests.support.workers import worker
 
@@ -21,7 +20,6 @@ from membroker.admin import Admin
 from membroker.cli import books, doctor
 from membroker.cli import main as cli
 from membroker.v1 import admin_pb2
-from membroker.v1 import handoff_pb2 as pb
 from membrokerd.daemon import DEFAULT_MAX_SESSIONS
 
 
@@ -48,19 +46,6 @@ def test_a_running_broker_is_found(daemon: Daemon, capsys: pytest.CaptureFixture
     assert cli.main(["doctor", "--json", "--endpoint", endpoint]) == 0
     (found,) = [each for each in json.loads(capsys.readouterr().out) if each["name"] == "broker"]
     assert found == {"name": "broker", "status": "ok", "found": check.found, "advice": ""}
-
-
-def test_who_is_late_is_told_before_what_that_breaks() -> None:
-    """Blue has borrowed all that is guaranteed to red, and does not answer a recall: red's guarantee cannot be kept."""
-    config = {"recall_seconds": 0.3, "tenants": {"red": {"guarantee": "128MiB"}, "blue": {}}}
-    with running(config) as daemon, Session(daemon.endpoint("red")) as red, Session(daemon.endpoint("blue")) as blue:
-        blue.borrow(blue.register("batch", answers_recalls=True), 64 * MIB, 4)
-        red.send(pb.Frame(request_id=1_000, allocate=allocation(red.register("chat"), 64 * MIB)))
-        until(lambda: any(model.books[0].late_bytes for model in daemon.models()))
-        assert daemon.books().guarantee_shortfall_bytes
-        check = doctor.check_guarantees(str(daemon.admin), {})
-        assert (check.status, check.found) == ("warn", "blue/batch owes 64.0 MiB that the broker has recalled")
-        assert "`membroker explain blue/batch --admin` names the session, and how to end it" in check.advice
 
 
 def test_memory_that_no_session_explains_is_a_warning() -> None:

@@ -199,27 +199,6 @@ def test_tasks_are_cancelled_at_any_moment(daemon: Daemon, run: Run) -> None:
     run(main())
 
 
-def test_a_block_is_cancelled(daemon: Daemon, run: Run) -> None:
-    """The task is cancelled while it uses its buffer: the buffer is closed on the way out."""
-
-    async def main() -> None:
-        async with aio.connect(daemon.endpoint()) as client:
-            model = await client.model("m")
-            inside = asyncio.Event()
-
-            async def handle() -> None:
-                async with model.allocate(PAGE):
-                    inside.set()
-                    await asyncio.sleep(LONG)
-
-            task = asyncio.create_task(handle())
-            await inside.wait()
-            assert isinstance(await ended(task), asyncio.CancelledError)
-            assert daemon.books().lent_bytes == 0
-
-    run(main())
-
-
 def test_a_coroutine_answers_recalls(daemon: Daemon, run: Run) -> None:
     """Another model needs what it is guaranteed: the coroutine releases in the loop's thread, and the other goes on."""
 

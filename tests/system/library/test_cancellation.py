@@ -18,7 +18,6 @@ from tests.system.library.test_waiting import waiting
 import membroker
 from membroker import versions
 from membroker.errors import Cancelled, OutOfMemory
-from membroker.session.machine import MOST_PATIENT
 
 PAGE = 2 * MIB
 CAPACITY = 64 * MIB
@@ -101,25 +100,6 @@ def test_a_wait_for_a_newer_version_ends(client: membroker.Client, monkeypatch: 
     until(lambda: len(looks) > 1)
     scope.cancel()
     assert isinstance(caller.end().error, Cancelled)
-
-
-@one_transport
-def test_forty_handlers_give_up(daemon: Daemon, client: membroker.Client) -> None:
-    """Those at the broker and those in front of it: all are gone, without an effect on those who stay."""
-    model = client.model("m")
-    held = model.allocate(CAPACITY)
-    scopes = [membroker.CancelScope() for _ in range(40)]
-    callers = [in_scope(scope, lambda: model.allocate(PAGE, timeout=LONG)) for scope in scopes]
-    stays = Caller(lambda: model.allocate(PAGE, timeout=LONG))
-    until(lambda: waiting(daemon) == MOST_PATIENT)
-    for scope in scopes:
-        scope.cancel()
-    for caller in callers:
-        assert isinstance(caller.end().error, Cancelled)
-    until(lambda: waiting(daemon) == 1)
-    held.close()
-    stays.value().close()
-    assert daemon.books().lent_bytes == 0
 
 
 @one_transport

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +16,9 @@ from tests.support.processes import (
 )
 from tests.support.segments import one_transport
 from tests.support.sizes import MIB
-from tests.support.threads import together
 from tests.support.workers import worker
 
 import membroker
-from membroker import aio
 from membroker.session import rpc
 
 PAGE = 2 * MIB
@@ -91,15 +88,6 @@ class TestMainJob:
             with pytest.raises(membroker.InvalidRequest, match=next(iter(words))):
                 membroker.connect(daemon.endpoint(), **words)
 
-    def test_what_is_closed_says_so(self, daemon: Daemon) -> None:
-        """A user prints what raises ClosedError: it, and all that came from its client."""
-        with membroker.connect(daemon.endpoint()) as client:
-            model = client.model("m")
-            shared = membroker.SharedMemoryPool(client, page_size=PAGE)
-            found = [client, model, model.pool(page_size=PAGE), model.allocate(PAGE), shared, aio.AsyncClient(client)]
-            assert not any("closed" in repr(each) for each in found)
-        assert [repr(each) for each in found if "closed" not in repr(each)] == []
-
     def test_listings_in_pages(self, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
         """More models than one answer may have; the user sees one list."""
         monkeypatch.setattr(rpc, "MAX_PAGE_ROWS", 2)
@@ -111,30 +99,6 @@ class TestMainJob:
 
 
 class TestThreads:
-    @one_transport
-    def test_one_client_many_threads(self, daemon: Daemon, transport: str) -> None:
-        """Eight threads of an engine share one client: each writes its own pages, checks them, and gives them back."""
-
-        def work(model: membroker.Model, number: int) -> None:
-            with model.pool(page_size=PAGE, virtual_capacity="64MiB") as pool:
-                for turn in range(15):
-                    pool.allocate(0, 3 * PAGE)
-                    mark = bytes([number, turn]) * 8
-                    for page in range(3):
-                        pool.view(page * PAGE, 16)[:] = mark
-                    with model.allocate(1) as buffer:
-                        buffer.view()[:] = bytes([number])
-                    for page in range(3):
-                        assert bytes(pool.view(page * PAGE, 16)) == mark
-                    pool.free(0, 3 * PAGE)
-
-        with membroker.connect(daemon.endpoint(), transport=transport) as client:
-            model = client.model("m")
-            together([partial(work, model, number) for number in range(8)])
-            until(lambda: is_settled(daemon))
-            assert model.stats().allocations_total == 8 * 15 * 4
-        assert mapped_extents() == 0
-
     def test_closed_while_others_work(self, daemon: Daemon, transport: str) -> None:
         """The server shuts down with requests under way: they raise, and nothing stays mapped."""
         client = membroker.connect(daemon.endpoint(), transport=transport)

@@ -179,21 +179,6 @@ def test_a_recall_goes_on_after_the_daemons_death(daemon: Daemon, pair: tuple[Wo
     assert blue.ask("model.pending_recall is None")
 
 
-def test_a_model_with_a_name_as_on_hugging_face_is_asked(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
-    """Its name has a slash. The session answers for this model, and for no other of a part of its name."""
-    red, blue = pair
-    blue.do("model = client.model('Qwen/Qwen3-8B', virtual_capacity='1GiB'); pool = model.pool(page_size=PAGE)")
-    filled(blue)
-    red.do("held = model.allocate(64 * MIB)")
-    assert blue.ask("answered.wait(120)")
-    assert {model.name for model in daemon.models()} == {
-        *(f"tenants/{tenant}/models/m" for tenant in ("red", "blue")),
-        "tenants/blue/models/Qwen/Qwen3-8B",
-    }
-    blue.do("model.on_recall(None)")
-    assert blue.ask("len(client.models())") == 2
-
-
 def test_a_guest_is_asked_for_all_that_it_has() -> None:
     """It can release only all that it has declared. What it declares less counts for the recall."""
     config = {"capacity": CAPACITY, "tenants": {"red": {}}, "slice_seconds": 0.0, "recall_seconds": 600.0}

@@ -165,40 +165,6 @@ def test_a_refusal_comes_at_the_deadline_with_its_numbers(daemon: Daemon, asker:
         assert daemon.books().lent_bytes == CAPACITY
 
 
-@one_transport
-def test_an_error_has_the_numbers_of_the_share(daemon: Daemon, asker: Worker) -> None:
-    """Two models want more than is free: each is told what it could have, before it asks and when it is refused."""
-    with full(daemon, size=CAPACITY // 2), worker() as third:
-        third.connect(daemon, "blue")
-        third.do("third = client.model('third')")
-        numbers = "(lambda one: [one.now_bytes, one.obtainable_bytes, one.share_bytes])(model.available())"
-        assert asker.ask(numbers) == [CAPACITY // 2, CAPACITY // 2, CAPACITY // 2]
-        third.begin(f"third.allocate({CAPACITY}, timeout={LONG})")
-        until(lambda: waiting(daemon) == 1)
-        assert asker.ask(numbers) == [CAPACITY // 2, CAPACITY // 2, CAPACITY // 2], "red has borrowed nothing yet"
-
-        def refused() -> Any:
-            """Return the numbers, if the call was sent before its time was over."""
-            asker.begin(
-                "try:\n    model.allocate(200 * MIB, timeout=0.2)\n"
-                "except membroker.OutOfMemory as error:\n"
-                "    answer = [error.share_bytes, error.obtainable_bytes, error.available_bytes]\n"
-                "    answer.append(error.waited_seconds)\n"
-            )
-            *numbers, waited = asker.result()
-            return numbers if waited > 0 else None
-
-        assert until(refused) == [CAPACITY // 2, CAPACITY // 2, CAPACITY // 2]
-        asker.do("model.declare(0); limited = client.model('limited', limit='16MiB')")
-        asker.begin(
-            "try:\n    limited.allocate('20MiB', timeout=600)\n"
-            "except membroker.OutOfMemory as error:\n"
-            "    answer = [error.reason, error.share_bytes, error.obtainable_bytes, error.waited_seconds]\n"
-        )
-        assert asker.result() == ["MODEL_LIMIT", None, None, 0.0], "a limit that no release changes refuses at once"
-        assert asker.ask("limited.available().obtainable_bytes") == 16 * MIB
-
-
 def test_a_wait_that_is_none_is_refused(daemon: Daemon) -> None:
     """More than a day, less than nothing, no number: the library says so, and asks nobody."""
     with worker() as one:

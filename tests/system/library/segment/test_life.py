@@ -130,22 +130,6 @@ class TestLife:
         assert holders(client) == {"weights": 1}
 
     @one_transport
-    def test_given_up_before_its_seal(self, client: membroker.Client, model: membroker.Model) -> None:
-        """The loader raises half-way: what it has written is nobody's, and its name is free."""
-
-        def load() -> None:
-            with model.create_segment("weights", 1) as segment:
-                segment.write(0, b"half")
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            load()
-        until(lambda: not client.segments())
-        with pytest.raises(membroker.SegmentNotFound):
-            client.attach("weights")
-        assert model.create_segment("weights", 1).read(0, 4) == bytes(4)
-
-    @one_transport
     def test_deleted_when_left(self, daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
         """Engines share it, and its writer is gone. The last two are killed in one moment, and nothing is left."""
         with workers(3) as engines:
@@ -268,14 +252,6 @@ class TestWaiting:
         segment.seal()
         assert [reader.value() for reader in readers] == [b"last"] * 3
         assert holders(client) == {"weights": 1}
-
-    def test_its_writer_gives_up(self, client: membroker.Client, model: membroker.Model) -> None:
-        """Its end comes after the attach in the order of the session's frames, or before it is asked."""
-        for name, give_up in (("closed", membroker.Segment.close), ("deleted", membroker.Segment.delete)):
-            segment = model.create_segment(name, 1)
-            reader = Caller(lambda name=name: client.attach(name))
-            give_up(segment)
-            assert type(reader.end().error) in (membroker.WriterDied, membroker.SegmentNotFound)
 
     @one_transport
     def test_for_a_time(self, client: membroker.Client, model: membroker.Model) -> None:
