@@ -433,11 +433,3 @@ def test_what_is_missing_is_named(arguments: list[str], said: str, capsys: pytes
     with pytest.raises(SystemExit):
         serving.main(["--device", "host", *arguments])
     assert said in capsys.readouterr().err
-
-
-def test_the_help_names_every_arm_and_trace(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        serving.main(["--help"])
-    told = capsys.readouterr().out
-    for name in (*arms.ARMS, *serving.TRACES):
-        assert f"  {name} " in told

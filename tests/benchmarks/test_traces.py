@@ -62,13 +62,6 @@ def test_a2_is_three_ramps_to_36_a_second() -> None:
         assert start == pytest.approx(2 * 36 / 14, rel=0.25)
 
 
-def test_t1_starts_a_model_every_45_seconds() -> None:
-    (trace, *_) = _made("t1")
-    assert trace.seconds == pytest.approx(130)
-    assert [int(work.requests[0].at // 45) for work in trace.works] == [0, 1, 2]
-    assert {(one.prompt, one.answer) for work in trace.works for one in work.requests} == {(1024, 512)}
-
-
 def test_t2_comes_in_bursts_with_long_tails() -> None:
     """On for 20 seconds and off for 40 on average; within a burst far less regular than a Poisson process."""
     gaps, prompts = [], []
@@ -83,27 +76,12 @@ def test_t2_comes_in_bursts_with_long_tails() -> None:
     assert max(prompts) > 4000
 
 
-def test_in_t3_one_model_is_busy_at_a_time() -> None:
-    """They take turns of 15 seconds, without a gap or an overlap, and each has two."""
-    trace = TRACES["t3"](1, Scale())
-    turns = sorted((turn.start, turn.end, model) for model, work in enumerate(trace.works) for turn in work.turns)
-    assert turns == [(15.0 * number, 15.0 * (number + 1), number % MODELS) for number in range(6)]
-    assert {turn.callers for work in trace.works for turn in work.turns} == {128}
-
-
 def test_in_t4_one_model_has_nearly_all_requests() -> None:
     counts = [[len(work.requests) for work in trace.works] for trace in _made("t4", Scale(longest=20_000))]
     rates = [statistics.mean(each) / 120 for each in zip(*counts, strict=True)]
     assert rates == pytest.approx([10, 0.5, 0.5], rel=0.15)
     long = [one.prompt for trace in _made("t4", Scale(longest=20_000)) for one in trace.works[0].requests]
     assert sum(prompt == 16_000 for prompt in long) / len(long) == pytest.approx(0.02, rel=0.3)
-
-
-def test_in_t5_all_are_busy_alike_all_the_time() -> None:
-    trace = TRACES["t5"](1, Scale())
-    assert len(set(trace.works)) == 1
-    (turn,) = trace.works[0].turns
-    assert (turn.start, turn.end, turn.prompt, turn.answer) == (0.0, 60.0, 512, 128)
 
 
 SCALES = (FULL, Scale(load=0.5), Scale(time=0.5))

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, until
-from tests.support.gpu import SLACK, at_rest, enter, milliseconds, on_gpu, run, states, until_lendable, used
+from tests.support.gpu import SLACK, at_rest, enter, milliseconds, on_gpu, states, until_lendable, used
 from tests.support.sizes import GIB, MIB
 from tests.support.workers import worker, workers
 
-from membroker.safetensors import ALIGNMENT, write_index
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.vmm.cuda.driver import CudaDriver
 
@@ -25,7 +21,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures
 State = Callable[[str, str], None]
 EXTENTS = 16
 """Of a large segment, 1 GiB each."""
-CLI = "membroker.cli.main"
 
 
 def segment_states(daemon: Daemon) -> list[str]:
@@ -112,28 +107,6 @@ def test_a_large_segment_of_many_extents_is_attached_elsewhere(gpu: CudaDriver, 
     state(f"attach of {EXTENTS} extents of 1 GiB, in two readers", milliseconds(times))
 
 
-def test_a_writer_killed_before_the_seal_takes_the_segment_with_it(gpu: CudaDriver, state: State) -> None:
-    """A worker that waits for it gets an error, and can create it again once the bytes are free."""
-    size = 2 * GIB
-    with on_gpu(gpu, {"capacity": size}) as daemon, workers(2) as (writer, reader):
-        for each in (writer, reader):
-            enter(each, daemon)
-        writer.do(write(size))
-        held = at_rest(lambda: used(gpu))
-        reader.begin(f"try:\n    {READ}\nexcept membroker.WriterDied as error:\n    answer = str(error)\n")
-        until(lambda: states(daemon) == ["OPEN", "OPEN"])
-        began = time.monotonic()
-        writer.kill()
-        assert reader.result(), "it attached a segment that was never sealed"
-        until_lendable(daemon)
-        seconds = time.monotonic() - began
-        assert used(gpu) <= held - size + SLACK
-        assert "proven=false" not in daemon.log()
-        reader.do(f"{write(size)}; segment.seal(); segment.delete(); client.close()")
-        until_lendable(daemon)
-    state("from SIGKILL of a segment's writer until its 2 GiB are lendable", milliseconds([seconds]))
-
-
 def test_a_sealed_segment_outlives_its_killed_writer(gpu: CudaDriver) -> None:
     """The broker keeps it. A worker that attaches later reads the same bytes; deleting the segment frees them."""
     size = GIB
@@ -185,44 +158,3 @@ def test_a_killed_readers_child_keeps_a_deleted_segment_charged(gpu: CudaDriver,
         assert used(gpu) <= held - size + SLACK
         assert "proven=false" not in daemon.log()
         writer.do("client.close()")
-
-
-def test_a_file_is_loaded_shown_and_deleted_by_the_command(gpu: CudaDriver, state: State, tmp_path: Path) -> None:
-    """`membroker segments load` puts 100 MiB of a safetensors file on the GPU, where a worker finds its bytes."""
-    header, index = write_index({"embed": ("F32", (1024, 5120)), "head": ("F16", (4096, 10240))}, {"format": "pt"})
-    content = header.ljust(index.size, b"\0")
-    content = content[: len(header)] + os.urandom(MIB) * 101
-    content = content[: index.size]
-    assert len(content) == index.size >= 100 * MIB
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(content)
-
-    with on_gpu(gpu) as daemon, worker() as reader:
-        at = ("--endpoint", str(daemon.endpoint()))
-
-        def segments(*arguments: str) -> Any:
-            return json.loads(run(CLI, "segments", *arguments, *at, "--json", seconds=120).stdout)
-
-        loaded = segments("load", str(path), "llama/weights")
-        assert (loaded["location"], loaded["tensors"]) == ("device", 2)
-        assert daemon.books().lent_bytes == loaded["size"] >= len(content)
-        shown = segments("show", "llama/weights")
-        found = {each["name"]: (each["dtype"], each["shape"]) for each in shown["tensors"]}
-        assert found == {name: (info.dtype, [*info.shape]) for name, info in index.items()}
-        assert all(each["offset"] % ALIGNMENT == 0 for each in shown["tensors"])
-        assert shown["metadata"] == {"format": "pt"}
-        text = run(CLI, "segments", "show", "llama/weights", *at).stdout
-        assert "embed" in text
-        assert "[1024, 5120]" in text
-        enter(reader, daemon)
-        reader.do("segment = client.attach('llama/weights')")
-        reader.do(f"import pathlib; content = pathlib.Path({str(path)!r}).read_bytes()")
-        for name, info in index.items():
-            reader.do(f"info = segment.index()[{name!r}]")
-            reader.do(f"found = segment.read(info.offset, {info.size})")
-            reader.do(f"assert found == content[{info.offset} : {info.offset + info.size}], 'other bytes'")
-        assert reader.ask("[*segment.index()]") == [*index]
-        reader.do("client.close()")
-        segments("delete", "llama/weights")
-        until_lendable(daemon)
-    state("membroker segments load of 100 MiB", f"{loaded['rate'] / GIB:.1f} GiB/s, {loaded['seconds']:.2f} s")

@@ -130,23 +130,6 @@ def test_a_killed_workers_bytes_are_lent_again_when_the_gpu_shows_them_free(
     state(f"from SIGKILL until lendable, {size >> 30} GiB in pages of {page}", milliseconds(times))
 
 
-def test_the_deaths_of_many_at_once_are_settled_by_the_gpu(gpu: CudaDriver, state: State) -> None:
-    """A node's engines are all killed at once."""
-    with on_gpu(gpu) as daemon, workers(3) as engines:
-        for number, each in enumerate(engines):
-            enter(each, daemon, ["red", "blue"][number % 2])
-            borrow(each, GIB)
-        held = at_rest(lambda: used(gpu))
-        began = time.monotonic()
-        for each in engines:
-            each.process.kill()
-        until_lendable(daemon)
-        seconds = time.monotonic() - began
-        until(lambda: used(gpu) <= held - 3 * GIB + SLACK)
-        assert "proven=false" not in daemon.log()
-    state("from SIGKILL of three workers until all of 3 GiB is lendable", milliseconds([seconds]))
-
-
 def test_workers_killed_at_any_moment_leave_nothing(gpu: CudaDriver) -> None:
     """Three engines allocate and free, and are killed at any point. Some memory may wait for the time limit."""
     seed = chosen_seed()

@@ -22,10 +22,8 @@ from membroker.errors import (
     InvalidPageSize,
     InvalidRequest,
     NotMapped,
-    OutOfMemory,
     OutOfVirtualMemory,
 )
-from membroker.memory.local_source import LocalSource
 from membroker.pool.pool import VirtualMemoryPool
 
 
@@ -189,13 +187,6 @@ class Fence:
 
 
 class TestAllocateRanges:
-    def test_far_more_than_there_is(self) -> None:
-        """8 TiB in two ranges: refused at once, before anything is made for each page."""
-        with LocalSource("host", limit="64MiB") as source, VirtualMemoryPool(source, "16TiB", PAGE) as pool:
-            with pytest.raises(OutOfMemory):
-                pool.allocate_ranges([(0, "4TiB"), (1 << 43, "4TiB")])
-            assert pool.physical_usage_bytes == 0
-
     @pytest.mark.parametrize(
         ("ranges", "error"),
         [

@@ -76,11 +76,6 @@ def test_check_driver_runs_the_whole_suite_and_stops_at_a_broken_promise() -> No
         check_driver(Generous)
 
 
-def test_the_twin_says_what_it_is(driver: HostDriver) -> None:
-    info = driver.device
-    assert (info.uuid, info.name, info.granularity) == ("host", "host memory", 2 << 20)
-
-
 def test_locations_have_totals_of_their_own() -> None:
     driver = HostDriver(total_bytes=4 * GRANULARITY, host_bytes=2 * GRANULARITY)
     driver.create(2 * GRANULARITY, Location.HOST)

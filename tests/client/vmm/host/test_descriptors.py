@@ -106,11 +106,6 @@ def test_a_memfd_that_could_shrink_is_refused(driver: HostDriver) -> None:
     os.close(descriptor)
 
 
-def test_extents_are_found_by_their_name_in_proc(driver: HostDriver) -> None:
-    mapped(driver)
-    assert "/memfd:membroker-extent" in Path("/proc/self/maps").read_text()
-
-
 # Views
 
 
