@@ -160,7 +160,6 @@ def test_a_signal_ends_all_that_was_started(number: int, status: int) -> None:
             start_new_session=True,
         ) as started,
     ):
-        assert started.stderr is not None
         assert "starting 2 processes" in started.stderr.readline()
         os.killpg(started.pid, number)
         started.stderr.read()

@@ -295,7 +295,6 @@ def test_a_device_can_be_filled_up_to_what_is_left() -> None:
         assert before is not None
         with filled(driver, 96 * MIB):
             during = driver.memory(Location.DEVICE)
-            assert during is not None
             assert 96 * MIB <= during.free < 96 * MIB + 64 * MIB
         assert driver.memory(Location.DEVICE) == before
 
@@ -365,7 +364,6 @@ def test_what_kvcached_has_mapped_is_part_of_its_budget(tmp_path: Path, monkeypa
     assert [kvcached.mapped(model) // MIB for model in range(4)] == [8, 2, 0, 0]
     with contextlib.closing(open_driver("host")) as driver:
         memory = driver.memory(Location.DEVICE)
-        assert memory is not None
         assert kvcached.left_free(driver, 100 * MIB, range(4)) == 90 * MIB + memory.total // 20
 
 

@@ -525,7 +525,6 @@ def test_the_example_tenant_runs_as_an_ordinary_user(place: Path) -> None:
         (container,) = pod["containers"]
         command = [*user, sys.executable, *container["command"][1:]]
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
             assert process.stdout.readline() == "borrowed 64 MiB of host\n"
             process.terminate()
             assert process.wait(DEADLINE_SECONDS) == 0

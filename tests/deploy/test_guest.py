@@ -46,7 +46,6 @@ def test_the_unit_starts_what_its_file_says(tmp_path: Path) -> None:
             text=True,
             env={**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint()), "XDG_STATE_HOME": str(tmp_path)},
         ) as guest:
-            assert guest.stdout is not None
             assert guest.stdout.readline().startswith("ready")
             assert daemon.books().lent_bytes == 8 * MIB
             guest.communicate("exit 7\n", timeout=DEADLINE_SECONDS)

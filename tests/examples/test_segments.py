@@ -57,7 +57,6 @@ def test_many_start_together_and_one_loads(daemon: Daemon) -> None:
 def test_another_loads_when_the_first_is_killed(daemon: Daemon) -> None:
     """SIGKILL in the middle of the loading: the waiting readers are told, one of them loads again, and all succeed."""
     first = start(daemon, str(EXAMPLE), "600")
-    assert first.stdout is not None
     assert first.stdout.readline() == "loading\n"
     waiting = [start(daemon, str(EXAMPLE)) for _ in range(3)]
     until(lambda: len(daemon.sessions()) == 4)

@@ -206,7 +206,6 @@ class Asker:
         for number, label in ((SEALED, "sealed"), (WRITTEN, "written")):
             create = raw.segment_of(MODEL, label, 2 * PAGE)
             reply = self.by_handoff("create_segment", next(self.numbers), create)
-            assert reply is not None
             self.generations[number] = reply.segment.generation
         self.by_handoff("seal_segment", next(self.numbers), self.aim(bpb.SealSegmentRequest(generation=SEALED)))
 

@@ -61,7 +61,6 @@ def worker() -> Iterator[CudaDriver]:
 
 def used(driver: CudaDriver) -> int:
     memory = driver.memory(Location.DEVICE)
-    assert memory is not None
     return memory.used
 
 
@@ -77,7 +76,6 @@ def process(code: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def expect_word(started: subprocess.Popen[str], word: str) -> None:
-    assert started.stdout is not None
     assert started.stdout.readline().strip() == word
 
 

@@ -86,7 +86,6 @@ def test_a_gpu_that_is_full(source: LocalSource, gpu: CudaDriver) -> None:
     """
     rest = at_rest(lambda: used(gpu))
     memory = gpu.memory(Location.DEVICE)
-    assert memory is not None
     with LocalSource() as unlimited, VirtualMemoryPool(unlimited, 2 * memory.total, GIB) as pool:
         with pytest.raises(OutOfMemory) as refused:
             pool.allocate(0, memory.total)

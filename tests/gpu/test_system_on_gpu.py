@@ -257,7 +257,6 @@ def test_a_stranger_that_fills_the_gpu_is_told_as_a_full_device(gpu: CudaDriver,
             for attempt in ("model.allocate('2GiB')", "pool.allocate(0, '2GiB')"):
                 refused = one.refused(attempt)
                 assert (refused.error, refused.reason) == ("OutOfMemory", "DEVICE_FULL"), refused
-                assert refused.numbers is not None
                 assert refused.numbers[:2] == ("device", 2 * GIB)
                 assert near(int(refused.metadata["device_free_bytes"]), GIB + GATE_RESERVE)
                 assert "driver_says" not in refused.metadata, "the driver was asked although the gate already knew"

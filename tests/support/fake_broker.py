@@ -167,7 +167,6 @@ class PlayedBroker(PlayedEnd):
 
     def accept(self) -> pb.Hello:
         """Take the next connection and return its Hello."""
-        assert self._listener is not None
         self._end, _ = self._listener.accept()
         self._end.settimeout(DEADLINE_SECONDS)
         return self.hear("hello").hello
@@ -230,7 +229,6 @@ class PlayedBroker(PlayedEnd):
     # Frames
 
     def notice(self, **kind: Any) -> None:
-        assert self._notices is not None
         self._notices.send(handoff.encode(pb.Frame(notice=pb.Notice(**kind))))
 
     def deliver_pages(self, request_id: int, count: int, **more: Any) -> list[int]:

@@ -30,7 +30,6 @@ CAPACITY = 4 * GIB
 def used(gpu: CudaDriver) -> int:
     """Bytes of the GPU in use by any process."""
     memory = gpu.memory(Location.DEVICE)
-    assert memory is not None
     return memory.used
 
 

@@ -40,7 +40,6 @@ class Keeper:
         self.path = path
         command = [sys.executable, "-c", _RUN, str(path), str(descriptors), *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
         self.said = self.process.stdout.readline().strip()
 
     def look(self) -> None:

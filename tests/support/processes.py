@@ -109,7 +109,6 @@ def worker(script: str, daemon: Daemon, transport: str) -> Iterator[subprocess.P
 
 def heard(process: subprocess.Popen[str]) -> str:
     """Return the next line of a worker, or what it died of."""
-    assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
         raise AssertionError(process.communicate(timeout=DEADLINE_SECONDS)[1])
@@ -118,7 +117,6 @@ def heard(process: subprocess.Popen[str]) -> str:
 
 def tell(process: subprocess.Popen[str]) -> None:
     """Let a worker that waits go on."""
-    assert process.stdin is not None
     process.stdin.write("go on\n")
     process.stdin.flush()
 

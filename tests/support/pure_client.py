@@ -90,7 +90,6 @@ class PureClient:
             asked.call = None  # until the resume
 
     def _go(self, asked: Asked) -> None:
-        assert asked.call is not None
         if self.calls.begin(asked.call):
             self._send(asked.frame)
             asked.call.sent = True
@@ -157,7 +156,6 @@ class PureClient:
     def take(self, asked: Asked) -> None:
         """Let a call take what has come for it, and end if it is answered."""
         call = asked.call
-        assert call is not None
         while call.inbox:
             packet = call.inbox[0]
             delivery = packet.frame.delivery

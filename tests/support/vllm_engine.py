@@ -300,8 +300,6 @@ class Engine(Closing):
         self.process.wait()
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.close()
         try:
             self.process.wait(DEADLINE_SECONDS)

@@ -96,7 +96,6 @@ class Worker:
 
     def begin(self, code: str) -> None:
         """Have statements run without waiting for their end."""
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(code).encode() + b"\n")
         self.process.stdin.flush()
 
@@ -108,7 +107,6 @@ class Worker:
         return told["answer"]
 
     def _line(self) -> bytes:
-        assert self.process.stdout is not None
         while b"\n" not in self._heard:
             ready, _, _ = select.select([self.process.stdout], [], [], 2 * DEADLINE_SECONDS)
             assert ready, "the worker says nothing"
@@ -131,7 +129,6 @@ class Worker:
 
     def finish(self) -> int:
         """Close its standard input, at whose end it exits as an interpreter does; return the status."""
-        assert self.process.stdin is not None
         self.process.stdin.close()
         return self.process.wait(DEADLINE_SECONDS)
 
@@ -140,7 +137,6 @@ class Worker:
         if self.process.poll() is None:
             self.kill()
         for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
             stream.close()
 
 

@@ -46,7 +46,6 @@ def test_a_dead_process_takes_no_others_watch_with_it() -> None:
         first.wait()
         until(lambda: daemon.books().releasing_bytes == PAGE)
         second = stack.enter_context(_process(daemon))
-        assert first.stdin is not None
         first.stdin.close()  # the child ends
         until(lambda: not daemon.books().releasing_bytes)
         assert daemon.books().lent_bytes == PAGE
@@ -76,7 +75,6 @@ signal.pause()
 def _process(daemon: Daemon, fork: bool = False) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", _BORROWER, str(daemon.endpoint()), str(fork)]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 

@@ -180,7 +180,6 @@ def test_a_worker_that_starts_itself_anew_leaves_no_charge(daemon: Daemon) -> No
     to look.
     """
     with engine(daemon, 2) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "done\n"
         until(lambda: daemon.books().lent_bytes == 8 * MIB and daemon.books().releasing_bytes == 0)
         assert len(daemon.sessions()) == 1

@@ -226,7 +226,6 @@ def test_memory_that_never_comes_back_is_written_off_and_lent_to_nobody() -> Non
                 for attempt in ("model.allocate('194MiB')", "pool.allocate(0, 194 * MIB)"):
                     refused = other.refused(attempt)
                     assert (refused.error, refused.reason) == ("OutOfMemory", "DEVICE_FULL")
-                    assert refused.numbers is not None
                     assert refused.numbers[0] == "device"
                     assert "driver_says" not in refused.metadata, "the driver was asked for what the gate knew"
                     assert "unaccounted" in refused.message

@@ -89,7 +89,6 @@ def test_a_keeper_by_hand(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.hindered", "membrokerd.restart.keeper", "--stay"]
     path = tmp_path / "keeper" / "fdstore.sock"
     with subprocess.Popen([*command, str(path)], stdout=subprocess.PIPE) as keeper:
-        assert keeper.stdout is not None
         assert keeper.stdout.readline() == b"listening\n"
         unhindered(keeper.pid)
         assert int(inherited(keeper.pid)["SigIgn"], 16) & mask(signal.SIGHUP)

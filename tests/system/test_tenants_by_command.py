@@ -103,7 +103,6 @@ def test_it_outlives_the_daemon(daemon: Daemon) -> None:
         daemon.start_again()
         one.do("more = model.allocate('16MiB')")
         row = tenant(daemon)
-        assert row is not None
         assert row.books[0].guarantee_bytes == 64 * MIB
         delete(daemon)
         daemon.kill()
@@ -133,7 +132,6 @@ def test_beside_the_configuration(daemon: Daemon) -> None:
         reload(daemon, tenants=tenants)
         assert raw.reason(delete(daemon)) == "TENANT_CONFIGURED"
         row = tenant(daemon)
-        assert row is not None
         assert (row.books[0].limit_bytes, row.books[0].guarantee_bytes) == (64 * MIB, 32 * MIB)
         assert "created.other" in kept_file(daemon)
         assert "created.pod-7f9c" not in kept_file(daemon)
@@ -177,7 +175,6 @@ def test_the_daemon_is_killed(
         daemon.start_again()
         if point in ("tenant kept", "tenant open"):
             row = tenant(daemon)
-            assert row is not None
             assert row.books[0].guarantee_bytes == 64 * MIB
             enter(one, daemon)
             assert raw.reason(create(daemon)) == "TENANT_EXISTS"

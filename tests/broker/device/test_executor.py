@@ -602,7 +602,6 @@ def test_a_look_is_at_once_when_nothing_is_under_way_and_in_its_turn_otherwise(d
 
     def note(figures: Figures) -> None:
         shown = figures["device"]
-        assert shown is not None
         seen.append((shown.used, len(held) * PAGE))
 
     def look_twice(executor: Executor, done: Callable[[Any], None]) -> None:

@@ -441,7 +441,6 @@ async def test_a_notice_that_nobody_reads_is_dropped_and_counted(lender: Lender)
     """A worker that is stopped does not read its notices. The daemon does not wait for it."""
     handoff.send(lender.theirs, handoff.encode(raw.hello()))
     (welcome,) = await lender.receive(1)
-    assert lender.connection._notices is not None
     assert not lender.connection._notices.getblocking()
     while not lender.traffic.notices_dropped:
         lender.connection.recall(fx.SendRecall(SESSION, 1, ModelName("red", "m"), "device", PAGE, 0))
@@ -527,7 +526,6 @@ async def test_a_long_answer_is_not_kept_for_a_peer_that_does_not_read(lender: L
     assert not lender.connection.queued()
     assert len(lender.reads) < 10
     aside = lender.connection._aside
-    assert aside is not None
     assert aside.ByteSize() < 20
     found: list[handoff.Packet] = []
     while len(found) < 11:

@@ -70,7 +70,6 @@ class Process:
     def __init__(self, listener: socket.socket) -> None:
         command = [sys.executable, "-c", _CONNECT, listener.getsockname()]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"connected\n"
         self.connection, _ = listener.accept()
 
@@ -113,7 +112,6 @@ def test_two_users_that_a_namespace_does_not_map_are_refused() -> None:
         with subprocess.Popen(
             ["unshare", "-Ur", sys.executable, "-c", _ATTEST, path], stdout=subprocess.PIPE, text=True
         ) as broker:
-            assert broker.stdout is not None
             assert broker.stdout.readline() == "listening\n"
             try:
                 for uid in (60_001, 60_002):
@@ -208,7 +206,6 @@ def test_a_process_may_call_itself_anything(name: bytes) -> None:
     code = f"import ctypes;ctypes.CDLL(None).prctl(15,{name!r});print('named',flush=True);input()"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         own, its = process_module.start_time(os.getpid()), process_module.start_time(process.pid)
         assert own is not None
@@ -244,8 +241,6 @@ def test_an_exec_changes_the_image_and_nothing_else_does() -> None:
     image = "from membrokerd.system.process import image_of; import os; seen = image_of(os.getpid()); "
     code = f"{image}print(seen == image_of(os.getpid()), seen, flush=True); input(); os.execvp('cat', ['cat'])"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
         own = process.stdout.readline().decode().strip()
         before = process_module.image_of(process.pid)
         assert own == f"True {before}"

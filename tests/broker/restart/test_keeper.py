@@ -79,7 +79,6 @@ def test_a_daemon_is_killed_and_the_next_finds_everything(keeper: Keeper) -> Non
     """The first daemon puts 64 files and is killed with SIGKILL. The second reads in each what the first wrote."""
     command = [sys.executable, "-c", _DAEMON, str(keeper.path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as daemon:
-        assert daemon.stdout is not None
         assert daemon.stdout.readline() == "put\n"
         daemon.kill()
     with Client(keeper.path) as client:
@@ -411,7 +410,6 @@ def test_it_waits_for_another_keeper_where_it_is_told_to_stay(tmp_path: Path) ->
             waits = re.compile(rf"-> FLOCK .* {second.pid} ")
             until(lambda: waits.search(Path("/proc/locks").read_text()) or second.poll() is not None)
             keeper.process.terminate()
-            assert second.stdout is not None
             assert second.stdout.readline() == "listening\n"
             second.terminate()
             assert second.wait(DEADLINE_SECONDS) == 0

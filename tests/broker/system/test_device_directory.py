@@ -57,7 +57,6 @@ def owner(runtime: Path) -> subprocess.Popen[str]:
 
 
 def said(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     return process.stdout.readline().strip()
 
 

@@ -29,7 +29,6 @@ PARENT = "import subprocess; child = subprocess.Popen(['sleep', '1000']); print(
 def family() -> Iterator[tuple[int, int]]:
     """A process and its child."""
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         child = int(parent.stdout.readline())
         yield parent.pid, child
         subprocess.run(["kill", str(child)], check=True)
@@ -81,8 +80,6 @@ def test_one_that_ever_imported_memory_is_never_suspended_also_without_a_session
     """It has released all, and nobody knows of which broker it was: CUDA's driver would kill it."""
     command = [sys.executable, "-c", IMPORTING, how]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         pid = int(process.stdout.readline())
         assert ProcessTree(list).why_not(pid) == "", "what it has made itself does no harm"
         process.stdin.write("go on\n")
@@ -160,7 +157,6 @@ def test_all_are_ended_that_a_program_has_left_behind() -> None:
 def test_what_it_watches_ends_with_it_and_the_children_that_nobody_has_named() -> None:
     watching = Warden()
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         child = int(parent.stdout.readline())
         watching.watch([parent.pid])
         watching.close()

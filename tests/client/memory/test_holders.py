@@ -20,8 +20,6 @@ from membroker.pool.pool import VirtualMemoryPool
 
 def line() -> int:
     frame = inspect.currentframe()
-    assert frame is not None
-    assert frame.f_back is not None
     return frame.f_back.f_lineno
 
 

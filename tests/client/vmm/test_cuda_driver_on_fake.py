@@ -371,7 +371,6 @@ def test_what_nvml_does_not_support_takes_nothing_else_away(run: Run, tmp_path: 
 def test_a_container_without_nvml_is_told_what_to_set(run: Run, tmp_path: Path) -> None:
     """NVIDIA_DRIVER_CAPABILITIES=compute brings libcuda into a container and leaves NVML out."""
     libraries = build_fake_cuda(tmp_path / "fake")
-    assert libraries is not None
     (libraries / "libnvidia-ml.so.1").unlink()
     code = """
         with pytest.raises(DriverUnavailable, match="NVIDIA_DRIVER_CAPABILITIES.*compute,utility"):

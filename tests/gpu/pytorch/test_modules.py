@@ -36,7 +36,6 @@ def test_weights_stand_once_for_several_processes(daemon: Daemon, dtype: str) ->
         print(charged // MIB)
         """,
     )
-    assert publisher.stdout is not None
     expected = publisher.stdout.readline().strip()
     assert expected, publisher.communicate()[1]
     code = f"""
@@ -52,7 +51,6 @@ def test_weights_stand_once_for_several_processes(daemon: Daemon, dtype: str) ->
         """
     workers = [start(daemon, code) for _ in range(3)]
     for worker in workers:
-        assert worker.stdout is not None
         found = worker.stdout.readline().strip()
         assert found == expected, worker.communicate()[1]
     used = daemon.books().lent_bytes

@@ -197,8 +197,6 @@ def test_watching_ends_quietly_with_its_reader(daemon: Daemon) -> None:
     """`membroker models --watch 0.05 | head -3`: the reader leaves, and nothing is complained about."""
     command = [sys.executable, *COMMAND, "models", "--watch", "0.05", "--endpoint", str(daemon.endpoint("red"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         lines = [process.stdout.readline() for _ in range(4)]
         process.stdout.close()
         assert process.stderr.read() == ""

@@ -106,7 +106,6 @@ def test_a_signal_ends_it_in_order(place: Path, number: signal.Signals) -> None:
     with subprocess.Popen(
         COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
-        assert process.stdout is not None
         assert any(line.startswith("Sharing:") for line in process.stdout)
         assert len(processes_of(place)) == 6, "itself, a daemon and its keeper, three workers"
         os.killpg(process.pid, number)

@@ -32,7 +32,6 @@ def test_as_many_sessions_as_a_daemon_started_here_has() -> None:
         assert has is not None
         said = next(one.found for one in doctor.examine(str(daemon.admin)) if one.name == "descriptors")
     most = re.search(r"may have ([\d,]+), enough for ([\d,]+) session", said)
-    assert most is not None
     descriptors, sessions = (int(number.replace(",", "")) for number in most.groups())
     assert (descriptors, min(sessions, DEFAULT_MAX_SESSIONS)) == (int(has[1]), int(has[2]))
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before

@@ -87,7 +87,6 @@ class Guest:
 
     def hears(self) -> str:
         """Return the next line of the program."""
-        assert self.process.stdout is not None
         return self.process.stdout.readline()
 
     def ready(self) -> int:
@@ -99,7 +98,6 @@ class Guest:
 
     def ask(self, line: str = "") -> None:
         """Send the program a line."""
-        assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 

@@ -277,7 +277,6 @@ class Draining:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     def until(self, line: str) -> None:
-        assert self.process.stdout is not None
         read = []
         for text in self.process.stdout:
             read.append(text.rstrip())
@@ -419,7 +418,6 @@ def test_host_memory_in_the_place_of_a_gpu_is_told(monkeypatch: pytest.MonkeyPat
     for driver, fell_back in (("auto", True), ("host", False)):
         with running({"driver": driver}) as daemon:
             driver_line = re.search(r"^driver +(.*)", good("status", at=daemon.admin), re.MULTILINE)
-            assert driver_line is not None
             assert driver_line[1] == "host" + ", as no usable GPU was found, see `membroker doctor`" * fell_back
             checked = re.search(r"^(\w+) +broker: .* lends (.*)", good("doctor", at=daemon.admin), re.MULTILINE)
             assert checked is not None

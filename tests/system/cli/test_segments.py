@@ -364,7 +364,6 @@ def stuck_in_mid_load(daemon: Daemon, tmp_path: Path) -> Iterator[tuple[subproce
         with os.fdopen(readable) as stream:
             err = stream.read().lstrip(".")
         process.wait()
-        assert process.stdout is not None
         assert process.stdout.read() == b""
     assert "Traceback" not in err
     last += err.splitlines()[-1:]

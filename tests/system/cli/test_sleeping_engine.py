@@ -29,7 +29,6 @@ class Engine:
         self._expected = self.hear()
 
     def hear(self) -> str:
-        assert self._process.stdout is not None
         line = self._process.stdout.readline().strip()
         assert line, "the engine has ended"
         return line
@@ -57,7 +56,6 @@ def an_engine(daemon: Daemon, *options: str) -> Iterator[Engine]:
         try:
             yield Engine(process)
         finally:
-            assert process.stdin is not None
             process.stdin.close()
             process.wait(DEADLINE_SECONDS)
 

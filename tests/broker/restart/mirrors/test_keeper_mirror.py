@@ -151,7 +151,6 @@ def test_a_keeper_of_another_user_gets_nothing(path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _STRANGER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as stranger:
-        assert stranger.stdout is not None
         assert stranger.stdout.readline() == "listening\n"
         with pytest.raises(PermissionError, match=rf"process {stranger.pid} .*uid 65534"):
             play(open_keeper(path, OWNER))
