@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.garbage import collect
-from tests.support.sizes import MIB
+from tests.support.sizes import MIB, PAGE
 
 import membroker
 from membroker import Client, dlpack
@@ -29,7 +29,6 @@ np = pytest.importorskip("numpy", reason="DLPack is tested with NumPy: pip insta
 
 pytestmark = pytest.mark.shared_daemon
 
-PAGE = 2 * MIB
 NUMPYS = {"BOOL": "bool", "F16": "float16", "F32": "float32", "F64": "float64", "C64": "complex64"} | {
     f"{letter}{bits}": f"{name}{bits}" for letter, name in (("U", "uint"), ("I", "int")) for bits in (8, 16, 32, 64)
 }

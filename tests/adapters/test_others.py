@@ -20,7 +20,7 @@ from tests.support.daemons import Daemon, until
 from tests.support.driver_errors import named
 from tests.support.garbage import collect
 from tests.support.seeds import chosen_seed
-from tests.support.sizes import MIB
+from tests.support.sizes import MIB, PAGE
 
 import membroker
 from membroker import Client
@@ -35,8 +35,6 @@ from membroker.model import Model
 from membroker.vmm.driver import DriverError
 
 pytestmark = pytest.mark.shared_daemon
-
-PAGE = 2 * MIB
 
 
 def limited(client: Client, limit: str) -> Model:

@@ -26,6 +26,7 @@ from tests.support.garbage import collect
 from tests.support.interrupts import interrupted_at, sampled
 from tests.support.processes import EXTENT, open_extents
 from tests.support.seeds import chosen_seed
+from tests.support.sizes import PAGE
 
 import membroker
 from membroker import MembrokerError
@@ -36,7 +37,6 @@ from membroker.vmm.host.driver import HostDriver
 
 pytestmark = pytest.mark.deep
 
-PAGE = 2 << 20
 POINTS = int(os.environ.get("MEMBROKER_POINTS") or 14)
 VMM_POINTS = int(os.environ.get("MEMBROKER_POINTS") or 40)
 SEED = chosen_seed()

@@ -16,6 +16,7 @@ from tests.support.fake_broker import Caller, PlayedBroker, buffer, drop_all, is
 from tests.support.forks import in_a_child
 from tests.support.interrupts import interrupted_at
 from tests.support.processes import descriptors
+from tests.support.sizes import MIB, PAGE
 
 import membroker
 from membroker import LocalSource, VirtualMemoryPool
@@ -24,8 +25,6 @@ from membroker.kv import ElasticCache, Layout, Strided
 from membroker.kv.rank import Rank
 from membroker.threads import start_thread
 
-MIB = 1 << 20
-PAGE = 2 * MIB
 _start = threading.Thread.start
 
 

@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, running, until
-from tests.support.sizes import MIB
+from tests.support.sizes import PAGE
 
 import membroker
 from membroker import tracebacks
 
-PAGE = 2 * MIB
 LIBRARY = str(Path(membroker.__file__).parent)
 
 

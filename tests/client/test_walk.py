@@ -7,11 +7,10 @@ from functools import partial
 import pytest
 from tests.support.calls import calls_of
 from tests.support.daemons import running
-from tests.support.sizes import MIB
+from tests.support.sizes import MIB, PAGE
 
 import membroker
 
-PAGE = 2 * MIB
 ROUNDS = 5
 MOST_CALLS = {"allocate": 63, "free": 51}
 

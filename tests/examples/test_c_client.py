@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.fake_broker import Caller, playing
-from tests.support.sizes import MIB
+from tests.support.sizes import PAGE
 from tests.support.workers import state_of
 
 SOURCE = Path(__file__).parents[2] / "examples" / "c" / "client.c"
 STRICT = ("-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Wpedantic", "-Werror")
 CHECKED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-PAGE = 2 * MIB
 
 pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler (cc) on this machine")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, find_root, running, until
-from tests.support.sizes import MIB
+from tests.support.sizes import MIB, PAGE
 
 import membroker
 from membroker import Client
@@ -32,7 +32,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
-PAGE = 2 * MIB
 LONG_CYCLES = 400_000_000
 """What torch's sleeping kernel is given: some 200 ms on an H200."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import Daemon, until
 from tests.support.gpu import near, on_gpu, used
-from tests.support.sizes import MIB
+from tests.support.sizes import MIB, PAGE
 
 import membroker
 from membroker.dlpack import export
@@ -22,7 +22,6 @@ from membroker.vmm.cuda.driver import CudaDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-PAGE = 2 * MIB
 LONG_CYCLES = 400_000_000
 """What torch's sleeping kernel is given: some 200 ms on an H200."""
 

@@ -35,8 +35,8 @@ from membroker.vmm.host.driver import HostDriver
 from membroker.wire import frames as handoff
 from membroker.wire import names
 from tests.support.daemons import DEADLINE_SECONDS, until
+from tests.support.sizes import PAGE
 
-PAGE = 2 << 20
 TOKEN = "token-of-the-session"
 MODEL = "tenants/red/models/m"
 

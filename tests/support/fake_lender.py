@@ -17,9 +17,7 @@ from membroker.memory.lifetime import MappedMemory
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm.driver import AccessFlags, DriverError, Handle, Location
 from membroker.vmm.host.driver import HostDriver
-from tests.support.sizes import MIB
-
-PAGE = 2 * MIB
+from tests.support.sizes import PAGE
 
 
 class FlakyDriver(HostDriver):

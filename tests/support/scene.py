@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tests.support.daemons import Daemon
-from tests.support.sizes import MIB
+from tests.support.sizes import PAGE
 
-PAGE = 2 * MIB
 CONFIG = {"max_models_per_tenant": 4}
 
 

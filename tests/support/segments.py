@@ -13,9 +13,7 @@ from tests.support.fake_lender import FlakyDriver
 from tests.support.processes import (
     EXTENT,
 )
-from tests.support.sizes import MIB
-
-PAGE = 2 * MIB
+from tests.support.sizes import PAGE
 
 one_transport = pytest.mark.parametrize("transport", ["handoff"])
 """Of tests in which the broker is not asked anything that others do not ask by both."""

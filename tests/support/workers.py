@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
-from tests.support.sizes import MIB
+from tests.support.sizes import MIB, PAGE
 from tests.support.template import PythonProcess
 
 ROOT = Path(__file__).parents[2]
 MAIN = ("-m", "tests.support.workers")
-PAGE = 2 * MIB
 ANCHOR_BYTES = 2 * MIB
 """What the device of a daemon shows in use when nothing is lent."""
 

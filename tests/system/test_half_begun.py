@@ -9,11 +9,10 @@ import pytest
 from tests.support import faulty_daemon
 from tests.support.daemons import Daemon, running, until
 from tests.support.raw import Connection, Session, hello, reason
-from tests.support.sizes import MIB
+from tests.support.sizes import PAGE
 
 from membroker.v1 import handoff_pb2 as pb
 
-PAGE = 2 * MIB
 WHEN = ("before", "after")
 
 

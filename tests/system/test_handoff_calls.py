@@ -12,7 +12,7 @@ from google.rpc.status_pb2 import Status
 from tests.support import raw
 from tests.support.daemons import Daemon, running, until
 from tests.support.raw import Session, allocation, grpc_call, reason, segment_of
-from tests.support.sizes import GIB, MIB
+from tests.support.sizes import GIB, MIB, PAGE
 from tests.system.library.test_waiting import waiting
 
 import membroker
@@ -25,7 +25,6 @@ from membrokerd import __version__
 
 pytestmark = pytest.mark.shared_daemon
 
-PAGE = 2 * MIB
 Ask = Callable[[str, Any], Any]
 
 

@@ -17,7 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from tests.support import raw
 from tests.support.daemons import Daemon, running, until
 from tests.support.honest_worker import State, honest
-from tests.support.sizes import MIB
+from tests.support.sizes import MIB, PAGE
 from tests.support.toy_engine import Request, ToyEngine
 from tests.support.workers import worker
 from tests.system.test_reload import reload
@@ -31,7 +31,6 @@ from membroker.v1.resources_pb2 import SleepStatus
 from membroker.wire import frames as handoff
 from membrokerd.runtime.sleeping import MAX_DETAIL
 
-PAGE = 2 * MIB
 CHAT = "tenants/red/models/chat"
 ASLEEP = SleepStatus(state=SleepStatus.ASLEEP, cache_bytes=3, weight_bytes=4, detail="good night")
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from tests.support import faulty_daemon
 from tests.support.daemons import running, until
-from tests.support.sizes import MIB
+from tests.support.sizes import MIB, PAGE
 
 import membroker
 
-PAGE = 2 * MIB
 ROUNDS = 5
 MOST_CALLS = {"allocate": 104, "release": 54}
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.processes import descriptors
-from tests.support.sizes import MIB
+from tests.support.sizes import MIB, PAGE
 
 from membroker.vmm import DriverError, DriverLimit, DriverOutOfMemory, Location, MemoryInfo
 from membroker.vmm.host.driver import HostDriver
@@ -29,7 +29,6 @@ from membrokerd.core.effects import Make
 from membrokerd.device import executor as executor_module
 from membrokerd.device.executor import OWN, RESULTS_AHEAD, Executor, Figures
 
-PAGE = 2 * MIB
 TOTAL = 64 * MIB
 
 

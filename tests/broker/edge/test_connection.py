@@ -24,7 +24,7 @@ from tests.support.daemons import DEADLINE_SECONDS, Daemon
 from tests.support.garbage import without_collections
 from tests.support.processes import descriptors
 from tests.support.raw import Session, allocation
-from tests.support.sizes import MIB
+from tests.support.sizes import MIB, PAGE
 
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
@@ -48,7 +48,6 @@ from membrokerd.edge.handoff.peer import Peer
 from membrokerd.runtime.loop import Reply
 from membrokerd.system.retry import IN_FLIGHT_SECONDS
 
-PAGE = 2 * MIB
 SESSION = 7
 
 

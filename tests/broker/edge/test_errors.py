@@ -13,7 +13,7 @@ import pytest
 from google.rpc.code_pb2 import Code
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, PreconditionFailure, QuotaFailure, RetryInfo
 from google.rpc.status_pb2 import Status
-from tests.support.sizes import MIB
+from tests.support.sizes import GIB, MIB
 
 import membrokerd
 from membrokerd.core.denied import Denied, Reason, deny
@@ -198,7 +198,6 @@ def test_a_refusal_fits_into_what_a_client_takes() -> None:
         assert len(status.SerializeToString()) * 4 // 3 + 3 * len(status.message.encode()) < 8_000, letter
 
 
-GIB = 1 << 30
 MISSPELT = "tenants/red/models/-/segments/wieghts"
 EXISTS, CONFLICT = {"segment": SEGMENT}, {"model": MODEL, "what": "device limit"}
 FULL_BY_2 = {"location": "device", "limit_bytes": 4 * GIB, "used_bytes": 2 * GIB + 2 * MIB}

@@ -12,7 +12,7 @@ import pytest
 from tests.support import daemons
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running
 from tests.support.seeds import chosen_seed
-from tests.support.sizes import MIB
+from tests.support.sizes import MIB, PAGE
 from tests.system.library.test_waiting import waiting
 
 import membroker
@@ -20,7 +20,6 @@ from membroker import aio
 from membroker.errors import OutOfMemory, TooMany
 from membroker.session.machine import MOST_PATIENT
 
-PAGE = 2 * MIB
 CAPACITY = 64 * MIB
 LONG = 600
 Run = Callable[[Coroutine[Any, Any, Any]], Any]

@@ -12,14 +12,13 @@ from tests.support.daemons import Daemon, running, until
 from tests.support.fake_broker import Caller
 from tests.support.seeds import chosen_seed
 from tests.support.segments import one_transport
-from tests.support.sizes import MIB
+from tests.support.sizes import MIB, PAGE
 from tests.system.library.test_waiting import waiting
 
 import membroker
 from membroker import versions
 from membroker.errors import Cancelled, OutOfMemory
 
-PAGE = 2 * MIB
 CAPACITY = 64 * MIB
 LONG = 600
 WAITS: dict[str, Callable[[membroker.Model], Any]] = {

@@ -15,13 +15,11 @@ from tests.support.processes import (
     mapped_extents,
 )
 from tests.support.segments import one_transport
-from tests.support.sizes import MIB
+from tests.support.sizes import MIB, PAGE
 from tests.support.workers import worker
 
 import membroker
 from membroker.session import rpc
-
-PAGE = 2 * MIB
 
 
 class TestMainJob:

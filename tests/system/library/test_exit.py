@@ -16,12 +16,10 @@ from tests.support.processes import (
     worker,
 )
 from tests.support.segments import one_transport
-from tests.support.sizes import MIB
+from tests.support.sizes import PAGE
 
 import membroker
 from membroker.session import connection, reconnecting
-
-PAGE = 2 * MIB
 
 
 class TestExit:

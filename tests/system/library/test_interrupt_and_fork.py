@@ -18,11 +18,9 @@ from tests.support.processes import (
     worker,
 )
 from tests.support.segments import one_transport
-from tests.support.sizes import MIB
+from tests.support.sizes import PAGE
 
 import membroker
-
-PAGE = 2 * MIB
 
 
 class TestInterrupt:

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from tests.support.daemons import Daemon, running, until
 from tests.support.fake_broker import Caller
-from tests.support.sizes import MIB
+from tests.support.sizes import PAGE
 from tests.support.threads import together
 from tests.system.library.test_waiting import waiting
 
@@ -18,7 +18,6 @@ import membroker
 from membroker.errors import OutOfMemory
 from membroker.session.machine import MOST_PATIENT
 
-PAGE = 2 * MIB
 HANDLERS = 40
 LONG = 600
 

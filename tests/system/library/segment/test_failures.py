@@ -18,13 +18,10 @@ from tests.support.processes import (
     worker,
 )
 from tests.support.segments import SickDriver, holders, one_transport, sealed
-from tests.support.sizes import GIB, MIB
+from tests.support.sizes import GIB, PAGE
 from tests.support.threads import together
 
 import membroker
-
-PAGE = 2 * MIB
-
 
 LARGE = 2 * GIB + PAGE
 """Three extents in two packets: 1 GiB twice, and the rest."""

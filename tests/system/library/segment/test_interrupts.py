@@ -15,13 +15,11 @@ from tests.support.processes import (
     worker,
 )
 from tests.support.segments import holders, one_transport
-from tests.support.sizes import MIB
+from tests.support.sizes import PAGE
 
 import membroker
 
 pytestmark = pytest.mark.deep
-
-PAGE = 2 * MIB
 
 
 class TestInterrupt:

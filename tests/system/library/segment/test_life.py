@@ -15,12 +15,11 @@ from tests.support.processes import (
     mapped_extents,
 )
 from tests.support.segments import holders, one_transport, protections, sealed
-from tests.support.sizes import MIB
+from tests.support.sizes import MIB, PAGE
 from tests.support.workers import workers
 
 import membroker
 
-PAGE = 2 * MIB
 ANCHOR_BYTES = 2 * MIB
 
 

@@ -10,14 +10,11 @@ from tests.support.processes import (
     mapped_extents,
 )
 from tests.support.segments import SickDriver, holders, one_transport, sealed
-from tests.support.sizes import MIB
+from tests.support.sizes import MIB, PAGE
 
 import membroker
 from membroker.checkpoint import publish_arrays
 from membroker.safetensors import InvalidTensorIndex, segment_size
-
-PAGE = 2 * MIB
-
 
 WEIGHTS = {
     "layer.weight": np.arange(12, dtype=np.float32).reshape(3, 4),

@@ -11,13 +11,11 @@ from tests.support.processes import (
     is_settled,
 )
 from tests.support.segments import holders, one_transport, sealed
-from tests.support.sizes import MIB
+from tests.support.sizes import MIB, PAGE
 
 import membroker
 from membroker import segment as segment_module
 from membroker.v1.handoff_pb2 import Frame
-
-PAGE = 2 * MIB
 
 
 @one_transport
