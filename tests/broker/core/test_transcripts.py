@@ -411,7 +411,6 @@ class Script:
         return [*in_lines("", map(self.effect, step.effects)), *in_lines("+ ", map(self.plain, step.facts))]
 
     def name(self, opened: fx.Answer) -> None:
-        assert isinstance(opened.result, fx.SessionOpened)
         name = self.calls[opened.call].removeprefix("open ")
         self.sessions[name] = opened.result.session
         self.names[opened.result.session] = name
