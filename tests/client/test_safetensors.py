@@ -158,14 +158,6 @@ def test_no_dtype_is_missing() -> None:
     assert {word.strip(" `") for word in known.split(",")} <= ALL_BITS.keys()
 
 
-def test_no_tensors() -> None:
-    for metadata in (None, {}, {"a": "b"}):
-        header, index = write_index({}, metadata)
-        assert read_index(header) == index
-        assert (len(index), index.metadata, index.size) == (0, metadata or {}, len(header))
-        assert safetensors.deserialize(header) == []
-
-
 def test_in_the_order_of_their_bytes() -> None:
     """A header may name its tensors in any order; an empty one stands before the one that begins where it does."""
     document = {"b": entry(offsets=(2, 4)), "a": entry(), "e": entry(shape=[0], offsets=(2, 2))}

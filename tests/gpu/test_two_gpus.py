@@ -146,21 +146,3 @@ def test_one_command_serves_both_gpus(place: Path) -> None:
         one.do("woken = list(threads.map(lambda pool: pool.restore(), pools)); threads.shutdown()")
         assert one.ask("woken") == SIZES
         assert one.ask(sums) == written
-
-
-def test_top_shows_both_gpus(place: Path) -> None:
-    pytest.importorskip("pyte", reason="the terminal needs pyte")
-    from tests.support.terminal import Terminal
-
-    with both(place) as (_, one, environment):
-        uuids = one.ask("[client.device_uuid for client in clients]")
-        terminal = Terminal(["-m", "membroker.cli.main", "top", "--interval", "0.1"], environment, 200)
-        try:
-            rows = [["red/m", "512.0MiB"], ["red/m", "768.0MiB"]]
-            until(lambda: sorted(line.split()[:2] for line in terminal.lines() if line.startswith("red/m ")) == rows)
-            print(terminal.text())
-            assert {line.split()[0] for line in terminal.lines()[:4]} == {uuid[:12].lower() for uuid in uuids}
-            terminal.press("q")
-            assert terminal.wait(DEADLINE_SECONDS) == 0
-        finally:
-            terminal.close()

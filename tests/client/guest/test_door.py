@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import resource
 import select
 import socket
 import struct
@@ -136,16 +135,6 @@ def test_no_more_connections_are_open_than_there_are_descriptors_and_the_others_
         assert answers == [b"!"] * 6
         assert [text.partition(" connections")[0] for text in bench.said] == ["its 2"], "once, however many wait"
         bench.is_left()
-
-
-def test_the_descriptors_that_connections_may_have_follow_the_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft // 2, 328), hard))
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        assert door.most_connections() == min(door.MOST_CONNECTIONS, (limit - door.KEPT_DESCRIPTORS) // 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("answer", [0, 1 << 16], ids=["silent", "reads nothing"])
