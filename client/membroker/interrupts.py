@@ -305,6 +305,11 @@ class Condition:
         while self.waiting:
             self.waiting.popitem()[1].release()
 
+    def wake(self) -> None:
+        """Wake every waiting thread, because one of them has been cancelled. Any thread; the caller has no lock."""
+        with self.lock:
+            self.tell_all()
+
     def tell(self, key: object) -> None:
         """Wake the thread that waits with this key, if there is one. The caller holds the lock."""
         if (waiter := self.waiting.pop(key, None)) is not None:
@@ -331,15 +336,11 @@ class KeyedLocks:
         """
         key, scope = object(), innermost.get() or CancelScope()
         owner.ends.append(lambda: self._give_up(things, key))
-        with scope.waking(self._wake), self._changed.lock:
+        with scope.waking(self._changed.wake), self._changed.lock:
             while not self._owners.keys().isdisjoint(things):
                 scope.check()
                 self._changed.wait()
             self._owners.update(dict.fromkeys(things, key))
-
-    def _wake(self) -> None:
-        with self._changed.lock:
-            self._changed.tell_all()
 
     def _give_up(self, things: Collection[int], key: object) -> None:
         with self._changed.lock:

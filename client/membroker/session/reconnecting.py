@@ -235,7 +235,7 @@ class ReconnectingConnection:
             raise error
         begun = time.monotonic()
         scope = innermost.get() or CancelScope()
-        with self._changed.lock, scope.waking(self._wake):
+        with self._changed.lock, scope.waking(self._changed.wake):
             while self.connection is connection:
                 let_through()
                 scope.check()
@@ -251,11 +251,6 @@ class ReconnectingConnection:
                 if self._state == "lost":
                     self._begin_to_reconnect()
             return self.connection
-
-    def _wake(self) -> None:
-        """Wake all that wait, because one of them has been cancelled. Any thread."""
-        with self._changed.lock:
-            self._changed.tell_all()
 
     def _patience(self) -> float:
         """Return how many seconds to wait for the next connection. After an interrupt, the broker is still there."""
