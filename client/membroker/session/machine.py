@@ -18,8 +18,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Final
 
-from google.protobuf.message import Message
-
 from ..arguments import parts_of
 from ..errors import BrokerUnavailable, ClosedError, DescriptorLimit, MembrokerError, ProtocolError, from_status
 from ..memory.lender import Placement
@@ -295,7 +293,8 @@ class Calls:
         if kind == "delivery":
             call.inbox.append(packet)
         if reply is not None:
-            call.outcome = _outcome_of(reply, call.answer)
+            is_right = reply.WhichOneof("result") == call.answer
+            call.outcome = getattr(reply, call.answer) if is_right else _failure_in(reply, call.answer)
             call.state = LIFECYCLE[call.state].get("answered", call.state)
         return call
 
@@ -408,17 +407,14 @@ def catch_up(stated: HeldResources, now: HeldResources) -> Iterator[pb.Frame]:
         yield pb.Frame(register_model=quiet)
 
 
-def _outcome_of(reply: pb.Reply, kind: str) -> Outcome:
-    """Return the outcome of a call that got this answer, and wants one of this kind."""
+def _failure_in(reply: pb.Reply, kind: str) -> MembrokerError:
+    """Return the error for an answer that is not of the kind that a call wants."""
     result = reply.WhichOneof("result")
     if result == "error":
         return from_status(reply.error)
     if result is None:
         return ProtocolError("the broker's answer is empty, or of a kind that this version does not know")
-    if result != kind:
-        return ProtocolError(f"the broker's answer is of the kind {result}, and not {kind}")
-    response: Message = getattr(reply, result)
-    return response
+    return ProtocolError(f"the broker's answer is of the kind {result}, and not {kind}")
 
 
 def _incomplete(packet: Packet) -> MembrokerError:
