@@ -35,7 +35,7 @@ from ..wire import frames as handoff
 from ..wire.descriptors import close_each
 from ..wire.names import MAX_WAIT_SECONDS
 from .inventory import HeldResources, Inventory
-from .machine import Call, Calls, catch_up, detach, releases
+from .machine import Call, Calls, catch_up
 from .rpc import GrpcCalls, Outcome
 
 logger: logging.Logger = logging.getLogger("membroker")
@@ -171,28 +171,21 @@ class Connection:
         assert call.outcome is not None
         return call.outcome
 
-    def release(self, extent_ids: Iterable[int], *, answer_within: float | None = None) -> None:
-        """Tell the broker that extents are released.
-
-        With `answer_within`, wait for the answer, at most that many seconds. Without, a refusal comes as a notice.
-        """
-        for frame in releases(extent_ids, no_reply=answer_within is None):
-            if answer_within is None:
-                frame.request_id = next(self._request_ids)
-                self._send(frame)
-            else:
+    def tell(self, frames: Iterable[pb.Frame], answer_within: float | None = None) -> None:
+        """Send frames that want no answer, or wait for the answer to each, at most `answer_within` seconds."""
+        for frame in frames:
+            if answer_within is not None:
                 self.call(frame, timeout=answer_within)
-
-    def detach(self, generation: int, *, answer_within: float | None = None) -> None:
-        """Tell the broker that one hold of a segment has ended; `answer_within` is that of `release`."""
-        self._tell(detach(generation, no_reply=answer_within is None), answer_within)
+            else:
+                frame.request_id = frame.request_id or next(self._request_ids)
+                self._send(frame)
 
     def catch_up(self, stated: HeldResources, timeout: float) -> HeldResources:
         """Tell the broker what is not held any more of what was `stated` at a resume, and return what is held now."""
         now = self._calls.inventory.held()
         for frame in catch_up(stated, now):
             is_asked = frame.WhichOneof("kind") in ("declare", "register_model")
-            self._tell(frame, timeout if is_asked else None)
+            self.tell([frame], timeout if is_asked else None)
         return now
 
     def answer_recall(self, recall_id: int, size: int) -> None:
@@ -282,14 +275,6 @@ class Connection:
             self._lose(error)
             self._calls.check_open()
 
-    def _tell(self, frame: pb.Frame, answer_within: float | None = None) -> None:
-        """Send a frame that wants no answer, or wait for its answer at most so many seconds."""
-        if answer_within is not None:
-            self.call(frame, timeout=answer_within)
-        else:
-            frame.request_id = frame.request_id or next(self._request_ids)
-            self._send(frame)
-
     def _start_by_grpc(self, call: Call, frame: pb.Frame) -> None:
         assert self._grpc is not None
         call.by_grpc = True
@@ -324,8 +309,7 @@ class Connection:
                     self._calls.give_up(call)
                 while call.sent and self._wait(call):
                     self._take(call)
-                for frame in self._calls.goes_back(call):
-                    self._tell(frame)
+                self.tell(self._calls.goes_back(call))
             if call.keep:
                 self._calls.record(call, is_whole=False)
 
@@ -490,8 +474,7 @@ class Connection:
         if is_odd:
             logger.warning("the broker sent a frame that no call waits for: %s", packet.frame.WhichOneof("kind"))
         with suppress(MembrokerError):
-            for frame in frames:
-                self._tell(frame)
+            self.tell(frames)
 
     # The end
 

@@ -29,6 +29,7 @@ from ..v1 import handoff_pb2 as pb
 from .connection import Connection
 from .handshake import REJECTED, open_session, pauses, reconcile
 from .inventory import HeldResources, Inventory
+from .machine import detach, releases
 from .notices import Notices
 from .rpc import CONTROL_SECONDS, METHODS, READS, GrpcCalls
 
@@ -183,7 +184,7 @@ class ReconnectingConnection:
         with self._changed.lock:
             connection, known = self.connection, self.inventory.strike_extents(extent_ids)
         try:
-            connection.release(known, answer_within=self._answer_within)
+            connection.tell(releases(known, no_reply=self._answer_within is None), self._answer_within)
         except (BrokerUnavailable, ClosedError):
             return
 
@@ -193,7 +194,7 @@ class ReconnectingConnection:
             connection, known = self.connection, self.inventory.strike_segment(generation)
         with suppress(BrokerUnavailable, ClosedError):
             if known:
-                connection.detach(generation, answer_within=self._answer_within)
+                connection.tell([detach(generation, no_reply=self._answer_within is None)], self._answer_within)
 
     def declare_less(self, request: broker_pb2.DeclareMemoryRequest) -> None:
         """Declare no more than before, and wait for the answer unless the client closes. Raises as `release` does."""

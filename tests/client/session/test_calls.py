@@ -24,6 +24,7 @@ from membroker.errors import (
     ProtocolError,
 )
 from membroker.session.inventory import HeldResources, Inventory, Kind
+from membroker.session.machine import releases
 from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
@@ -164,7 +165,7 @@ class TestWrongAnswers:
 def test_release_in_frames(pair: Pair) -> None:
     """Ten thousand pages are given back: no frame has more ids than the broker takes, and none comes twice."""
     connection, broker = pair
-    connection.release([*range(10_000), 5, 6])
+    connection.tell(releases([*range(10_000), 5, 6]))
     frames = [broker.hear("release").release.extent_ids for _ in range(3)]
     assert [len(ids) for ids in frames] == [4096, 4096, 1808]
     assert sorted(extent_id for ids in frames for extent_id in ids) == list(range(10_000))
@@ -207,7 +208,7 @@ class TestThreads:
         with pytest.raises(BrokerUnavailable):
             connection.call(allocate(), Taker())
         with pytest.raises(BrokerUnavailable):
-            connection.release([1])
+            connection.tell(releases([1]))
 
     def test_the_broker_said_so(self, pair: Pair) -> None:
         connection, broker = pair

@@ -12,6 +12,7 @@ from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import Caller
 
 from membroker.errors import OutOfMemory, ProtocolError
+from membroker.session.machine import detach, releases
 from membroker.session.rpc import METHODS, Outcome
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
@@ -156,7 +157,7 @@ def test_fails_after_deliveries(pair: Pair, start: Callable[..., Any], refused_f
 def test_a_release_waits_for_its_answer(pair: Pair) -> None:
     """The next call goes another way, and must not overtake it: it could be refused for want of these bytes."""
     connection, broker = pair
-    caller = Caller(lambda: connection.release([1, 2], answer_within=30))
+    caller = Caller(lambda: connection.tell(releases([1, 2], no_reply=False), 30))
     frame = broker.hear("release")
     assert (list(frame.release.extent_ids), frame.release.no_reply) == ([1, 2], False)
     assert caller.is_alive()
@@ -167,9 +168,9 @@ def test_a_release_waits_for_its_answer(pair: Pair) -> None:
 def test_a_detach_waits_for_its_answer(pair: Pair) -> None:
     """For the same reason. Where calls keep their order it asks for none."""
     connection, broker = pair
-    connection.detach(77)
+    connection.tell([detach(77)])
     assert broker.hear("detach_segment").detach_segment.no_reply
-    caller = Caller(lambda: connection.detach(78, answer_within=30))
+    caller = Caller(lambda: connection.tell([detach(78, no_reply=False)], 30))
     frame = broker.hear("detach_segment")
     assert (frame.detach_segment.generation, frame.detach_segment.no_reply) == (78, False)
     assert caller.is_alive()

@@ -15,7 +15,7 @@ from tests.support.seeds import chosen_seed
 from membroker.errors import BrokerUnavailable, OutOfMemory
 from membroker.session.connection import Connection
 from membroker.session.inventory import Inventory
-from membroker.session.machine import MOST_PATIENT, Call, Calls
+from membroker.session.machine import MOST_PATIENT, Call, Calls, releases
 from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire.names import MAX_CALLS_PER_SESSION
@@ -82,7 +82,7 @@ def test_what_needs_no_place_is_not_held_up(pair: Pair) -> None:
     connection, broker = pair
     calls = at_the_broker(pair)
     waits = later(connection)
-    connection.release([1])
+    connection.tell(releases([1]))
     connection.answer_recall(1, 2)
     asker = Caller(lambda: connection.call(pb.Frame(register_model=broker_pb2.RegisterModelRequest(model_id="m"))))
     asked = [broker.hear_any() for _ in range(3)]

@@ -14,6 +14,7 @@ from tests.support.fake_broker import Caller
 from membroker.cancellation import CancelScope
 from membroker.errors import Cancelled, OutOfMemory
 from membroker.session.connection import Connection
+from membroker.session.machine import releases
 from membroker.v1 import handoff_pb2 as pb
 
 
@@ -94,7 +95,7 @@ def test_the_socket_has_no_room(pair: Pair) -> None:
     """The broker reads nothing for a moment: `cancel` returns at once all the same, and is heard later."""
     connection, broker = pair
     call = Begun(pair, scope=(scope := CancelScope()))
-    stuffing = Caller(lambda: [connection.release([number]) for number in range(4000)])
+    stuffing = Caller(lambda: [connection.tell(releases([number])) for number in range(4000)])
     until(lambda: _is_full(connection))
     scope.cancel()
     heard = broker.hear_any()
