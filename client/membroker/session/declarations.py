@@ -109,7 +109,10 @@ class Declarations:
                     del self._ended[0]
                     less.add(key)
                 for key in less:
-                    self._connection.declare_less(self._request(key, self._said[key] + self._held[key]))
+                    request = self._request(key, self._said[key] + self._held[key])
+                    self._connection.say_less(
+                        Frame(declare=request), partial(self._connection.inventory.declared, request)
+                    )
             finally:
                 with suppress(RuntimeError):
                     self._turn.release()

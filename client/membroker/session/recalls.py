@@ -122,13 +122,14 @@ class SessionRecalls:
         """Run `callback` for each recall of a model from now on; None: stop answering for it. Tells the broker.
 
         Raises `ModelNotFound` for a model that the session has left, and what a call raises. After an error everything
-        is as before, except that a callback that was to be removed is not called any more.
+        is as before, except that a callback that was to be removed is not called any more, as the next resume says.
         """
         before = self._answering.get(name)
         if callback is None:
             self._answering.pop(name, None)
             if name in self._line.inventory.answering:
-                self._line.answer_no_more(name, self._registration(name, answers=False))
+                frame = pb.Frame(register_model=self._registration(name, answers=False))
+                self._line.say_less(frame, partial(self._line.inventory.answers, name, answers=False))
             for recall in self._of(name):
                 recall.done()
             return

@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +23,6 @@ from ..interrupts import Condition, here, let_through
 from ..memory.lender import Placement
 from ..threads import start_thread
 from ..types import Disconnected, Forgotten, Resumed
-from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
 from .connection import Connection
 from .handshake import REJECTED, open_session, pauses, reconcile
@@ -196,31 +194,16 @@ class ReconnectingConnection:
             if known:
                 connection.tell([detach(generation, no_reply=self._answer_within is None)], self._answer_within)
 
-    def declare_less(self, request: broker_pb2.DeclareMemoryRequest) -> None:
-        """Declare no more than before, and wait for the answer unless the client closes. Raises as `release` does."""
+    def say_less(self, frame: pb.Frame, note: Callable[[], None]) -> None:
+        """Tell the broker that something is less, which `note` records at once; wait for the answer unless it closes.
+
+        Raises nothing when the broker is gone: a resume states what is noted.
+        """
         with self._changed.lock:
             connection = self.connection
-            self.inventory.declared(request)
+            note()
         with suppress(BrokerUnavailable, ClosedError):
-            connection.call(pb.Frame(declare=request), timeout=0.0 if self._closing else CONTROL_SECONDS)
-
-    def answer_no_more(self, name: str, request: broker_pb2.RegisterModelRequest) -> None:
-        """Answer no recalls of a model any more. Without a connection, the next resume says so. Raises a refusal."""
-        note = partial(self.inventory.answers, name, answers=False)
-        connection = self.connection
-        while True:
-            try:
-                connection.call(pb.Frame(register_model=request), timeout=CONTROL_SECONDS, note=note)
-            except (BrokerUnavailable, ClosedError) as error:
-                if error.reason not in _UNANSWERED:
-                    raise
-                with self._changed.lock:
-                    if self.connection is connection:
-                        note()
-                        return
-                    connection = self.connection
-            else:
-                return
+            connection.call(frame, timeout=0.0 if self._closing else CONTROL_SECONDS)
 
     def interrupted(self) -> None:
         """Drop the present connection, because an interrupt left a call half done. Raises nothing.

@@ -94,6 +94,21 @@ def test_it_is_not_waited_for_a_broker_that_is_away(
     assert broker.hears_nothing()
 
 
+def test_a_broker_that_cannot_write_it_down(broker: PlayedBroker, client: Client, served: Model) -> None:
+    """Its disk is full. What it still asks for is answered at once, and the next broker is told so by the resume."""
+    called: list[Recall] = []
+    answering(broker, served, called.append)
+    caller = Caller(lambda: served.on_recall(None))
+    broker.refuse(broker.hear("register_model").request_id, "JOURNAL_FULL")
+    caller.value()
+    recall(broker, 1)
+    assert answer(broker).recall_id == 1
+    assert not called
+    drop_all(broker, client)
+    assert not broker.resume().answering_models
+    until(lambda: not is_away(client))
+
+
 def test_a_resume_that_has_begun_is_corrected(broker: PlayedBroker, client: Client, served: Model) -> None:
     """The broker has been told already that the session answers."""
     answering(broker, served, lambda _: None)

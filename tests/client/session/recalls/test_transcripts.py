@@ -65,9 +65,9 @@ class Story:
         """Let the broker agree."""
         note()
 
-    def answer_no_more(self, name: str, request: object) -> None:
+    def say_less(self, frame: pb.Frame, note: Callable[[], None]) -> None:
         """Let the broker know."""
-        self.inventory.answers(name, answers=False)
+        note()
 
     def call_back(self, work: Callable[[], None]) -> bool:
         """Queue work for the thread for callbacks, if it is not too much."""
