@@ -21,7 +21,7 @@ from .model import Model
 from .segment import Segment
 from .session import messages
 from .session.endpoint import endpoint_of_device
-from .session.handshake import pauses
+from .session.outages import pauses
 from .session.rpc import rows_of
 from .session.session import Session
 from .threads import check_patches

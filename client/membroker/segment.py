@@ -352,7 +352,7 @@ class Segment(ByteAccess):
         with Operation(self._holding), ExitStack() as undo:
             if not self._unanswered:
                 self._make_read_only(undo)
-            there = not self._session.connection.lost
+            there = not self._session.connection.calls.is_lost
             try:
                 request = pb.SealSegmentRequest(generation=self.generation)
                 self._answer = self._session.reconnecting.call(Frame(seal_segment=request))

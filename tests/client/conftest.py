@@ -28,7 +28,7 @@ def client(broker: PlayedBroker) -> Iterator[membroker.Client]:
     one = broker.connect(timeout=DEADLINE_SECONDS)
     yield one
     broker.die()
-    one._session.reconnecting._outage = 0
+    one._session.reconnecting._outages.outage = 0
     one.close()
     until(lambda: threads_of_library() <= threads)
     until(lambda: open_sockets() < before)  # the broker's own is closed, too

@@ -105,7 +105,7 @@ def test_a_lost_connection(broker: PlayedBroker, limit: Limit) -> None:
     broker.lend()
     caller.value().close()
     held.close()
-    assert line(client).connection.has_calls is False
+    assert not line(client).connection.calls.at_broker
     for _ in range(2):
         broker.hear("release")
     closing = Caller(client.close)

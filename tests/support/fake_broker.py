@@ -287,7 +287,7 @@ def line(client: Client) -> ReconnectingConnection:
 
 def is_away(client: Client) -> bool:
     """Whether the client has noticed that its broker is gone."""
-    return client._session.connection.lost
+    return client._session.connection.calls.is_lost
 
 
 def buffer(broker: PlayedBroker, client: Client) -> tuple[Buffer, int]:

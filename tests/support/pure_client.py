@@ -1,7 +1,8 @@
-"""The library's machine of calls without a socket or a thread: a shell of a few lines, for transcripts and simulation.
+"""The library's machines of calls and outages without a socket or a thread, for transcripts and simulation.
 
 It does what `Connection` does around `Calls`, one step at a time: a call that begins is sent or waits in front, a call
-takes its packets, and one that has failed undoes what it did and releases it. Descriptors are numbers.
+takes its packets, and one that has failed undoes what it did and releases it. Descriptors are numbers. As
+`ReconnectingConnection` does around `Outages`, it repeats calls on the next connection.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
-from membroker.errors import BrokerUnavailable, Cancelled, ProtocolError
+from membroker.errors import AccessDenied, BrokerUnavailable, Cancelled, MembrokerError, ProtocolError
 from membroker.session import machine
 from membroker.session.inventory import HeldResources, Inventory
 from membroker.session.machine import Call, Calls, detach, releases
+from membroker.session.outages import Outages
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire.frames import Packet
 
@@ -27,6 +29,8 @@ class Asked:
         self.patient = patient
         self.note = note
         self.call: Call | None = None
+        self.failure: tuple[Calls, MembrokerError, float] | None = None
+        """The connection on which it failed, why, and when, as long as it waits for another one."""
         self.placed: list[int] = []
         self.fails_next: Exception | None = None
         """What its placement raises next."""
@@ -53,9 +57,9 @@ class Asked:
 
 
 class PureClient:
-    """One session. `sent` are the frames for the broker, in their order."""
+    """One session, whose calls wait `outage` seconds for a connection. `sent` are the frames for the broker."""
 
-    def __init__(self, revision: int = 4) -> None:
+    def __init__(self, revision: int = 4, outage: float = 30.0) -> None:
         self.inventory = Inventory()
         self.sent: deque[pb.Frame] = deque()
         self.asked: list[Asked] = []
@@ -63,11 +67,17 @@ class PureClient:
         self.odd: list[str] = []
         """The kinds of frames for no call that are worth a warning."""
         self.revision = revision
+        self.now = 0.0
         self._ids = itertools.count(2)
-        self.calls = self._connected()
+        self.outages = Outages("/test/handoff.sock", self._connected(), outage=outage, timeout=5.0)
 
     def _connected(self) -> Calls:
         return Calls(self.inventory, "/test/handoff.sock", self.revision)
+
+    @property
+    def calls(self) -> Calls:
+        """The calls of the present connection, or of the lost one."""
+        return self.outages.calls
 
     # What the program does
 
@@ -82,12 +92,13 @@ class PureClient:
         asked.call = Call(asked.frame, asked, patient=asked.patient, note=asked.note)
         if asked.is_cancelled:
             asked.error = Cancelled("before it began")
+        else:
+            try:
+                self._go(asked)
+            except MembrokerError as error:
+                asked.error = error
+        if asked.error is not None:
             self._over(asked)
-            return
-        try:
-            self._go(asked)
-        except BrokerUnavailable:
-            asked.call = None  # until the resume
 
     def _go(self, asked: Asked) -> None:
         if self.calls.begin(asked.call):
@@ -129,7 +140,7 @@ class PureClient:
             self.calls.over(call)
         asked.error = Cancelled("interrupted")
         self.asked.remove(asked)
-        self.lose()
+        self.lose(interrupted=True)
 
     def _number(self, frame: pb.Frame) -> None:
         frame.request_id = frame.request_id or next(self._ids)
@@ -204,9 +215,14 @@ class PureClient:
         self._over(asked)
 
     def _over(self, asked: Asked) -> None:
+        """A call is over. It is repeated on another connection, if the machine says so: then it waits."""
         assert asked.call is not None
-        self.asked.remove(asked)
         self._admit(self.calls.over(asked.call))
+        if isinstance(asked.error, BrokerUnavailable | AccessDenied):
+            asked.failure, asked.call, asked.error = (self.calls, asked.error, self.now), None, None
+            self.go_on()
+        else:
+            self.asked.remove(asked)
 
     def hurry(self, asked: Asked) -> None:
         """The time of a call in front is over."""
@@ -221,21 +237,60 @@ class PureClient:
 
     # An outage
 
-    def lose(self) -> None:
-        """The connection is lost: every call undoes what it did, and is repeated later."""
-        self.calls.end_with(BrokerUnavailable, "lost")
+    def lose(self, *, interrupted: bool = False, starts: bool = True) -> None:
+        """The connection is lost: every call undoes what it did. Unless a thread `starts`, nothing reconnects yet."""
+        self.calls.end_with(BrokerUnavailable, "lost", interrupted=interrupted)
+        self.outages.move("connection lost")
         self.sent.clear()
-        for asked in list(self.asked):
-            call, asked.call = asked.call, None
-            if call is not None:
-                self._undo(asked, call)
-                if call.keep:
-                    self.calls.record(call, is_whole=False)
-                    asked.error = asked.error or RuntimeError("the device is lost")
-                self.calls.over(call)
-            if asked.error is not None or asked.is_cancelled:
+        for asked in [asked for asked in self.asked if asked.call is not None]:
+            call = asked.call
+            assert call is not None
+            self._undo(asked, call)
+            if call.keep:
+                self.calls.record(call, is_whole=False)
+                asked.error = asked.error or RuntimeError("the device is lost")
+            elif asked.is_cancelled:
                 asked.error = asked.error or Cancelled("while the connection was lost")
+            asked.error = asked.error or BrokerUnavailable("lost")
+            self._over(asked)
+        if starts:
+            self.start()
+
+    def start(self) -> bool:
+        """A thread has started that reconnects, unless another one does."""
+        return self.outages.begin(self.calls, self.now)
+
+    def failed(self, error: Exception) -> str:
+        """An attempt to resume has failed."""
+        warning = self.outages.failed(error, self.now)
+        self.go_on()
+        return warning
+
+    def close(self) -> None:
+        """The program closes the client: no call waits any more."""
+        self.outages.close_soon()
+        self.go_on()
+
+    def leave(self, cause: str) -> None:
+        """The session has said goodbye, or is closed."""
+        self.outages.move(cause)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Every call that waits for a connection looks whether it still does."""
+        for asked in list(self.asked):
+            try:
+                if asked.failure is not None and not self.outages.wait(*asked.failure, self.now):
+                    asked.failure = None
+                    self._begin(asked)
+            except MembrokerError as error:
+                asked.error, asked.failure = error, None
                 self.asked.remove(asked)
+
+    def pass_time(self, seconds: float) -> None:
+        """Some calls have waited too long now."""
+        self.now += seconds
+        self.go_on()
 
     def resume(self) -> HeldResources:
         """Return what to state on a new connection. `agree` follows; until then calls are those of the lost one."""
@@ -243,9 +298,8 @@ class PureClient:
 
     def agree(self, stated: HeldResources, extents: Collection[int] = (), generations: Collection[int] = ()) -> None:
         """The broker has answered what was stated, and does not know these. Repeat all calls."""
-        self.calls = self._connected()
         self.inventory.forget(extents, generations)
+        self.outages.resumed(self._connected())
         for frame in machine.catch_up(stated.without(extents, generations), self.inventory.held()):
             self._number(frame)
-        for asked in list(self.asked):
-            self._begin(asked)
+        self.go_on()

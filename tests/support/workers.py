@@ -302,7 +302,7 @@ class Attaching:
     def __init__(self, model: Any, client: Any, name: str) -> None:
         self.segment: Any = None
         self.error: Exception | None = None
-        in_flight = client._session.connection._calls.at_broker
+        in_flight = client._session.connection.calls.at_broker
         self._thread = threading.Thread(target=self._attach, args=(client, name), daemon=True)
         self._thread.start()
         while self._thread.is_alive() and not any(call.sent for call in list(in_flight.values())):

@@ -71,15 +71,13 @@ class Connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _PATIENCE)
         self.models: frozenset[str] = frozenset(models)
         self.revision = revision
-        self.interrupted: bool = False
-        """Whether this side ended it, because an interrupt left a call half done."""
         self._socket = connection
         self._name = name
         self._session = session
         self._request_ids = request_ids or itertools.count(2)
         self._grpc = grpc
         self._by_grpc = by_grpc
-        self._calls: Calls = Calls(inventory, name, revision)
+        self.calls: Calls = Calls(inventory, name, revision)
         self._on_lost = on_lost
         self._changed = Condition()
         self._admitted = Condition(self._changed.lock)
@@ -118,7 +116,7 @@ class Connection:
             patient=None if until is None else time.monotonic() < until,
             note=note,
         )
-        calls = self._calls
+        calls = self.calls
         scope = innermost.get() if call.needs_place else None
         try:
             try:
@@ -182,7 +180,7 @@ class Connection:
 
     def catch_up(self, stated: HeldResources, timeout: float) -> HeldResources:
         """Tell the broker what is not held any more of what was `stated` at a resume, and return what is held now."""
-        now = self._calls.inventory.held()
+        now = self.calls.inventory.held()
         for frame in catch_up(stated, now):
             is_asked = frame.WhichOneof("kind") in ("declare", "register_model")
             self.tell([frame], timeout if is_asked else None)
@@ -216,7 +214,7 @@ class Connection:
     def _wait_for_place(self, call: Call, until: float | None) -> None:
         """Wait until a call has a place at the broker. Raises what ended the connection, and at the call's deadline."""
         with self._changed.lock:
-            while not self._calls.begin(call):
+            while not self.calls.begin(call):
                 if call.state == "unwanted":
                     return  # the broker does not hear of it
                 now = time.monotonic()
@@ -224,7 +222,7 @@ class Connection:
                     raise BrokerUnavailable(f"the broker at {self._name} did not answer the calls before this in time")
                 if until is not None and until <= now:
                     # The broker says with its numbers why there was no memory.
-                    self._admit(self._calls.hurry(call))
+                    self._admit(self.calls.hurry(call))
                     until = None
                     continue
                 ends = [end - now for end in (call.deadline, until) if end is not None]
@@ -233,21 +231,21 @@ class Connection:
     def _cancel(self, call: Call) -> None:
         """End the wait of a call that its caller has given up, here or at the broker. Any thread; waits for nothing."""
         with self._changed.lock:
-            must_tell = self._calls.give_up(call)
+            must_tell = self.calls.give_up(call)
             self._admitted.tell(call.request_id)
         if must_tell:
             self._give_up_at_the_broker(call)
 
     def _give_up_at_the_broker(self, call: Call) -> None:
         """Let the broker answer a call that waits there. To an older broker, end the connection instead."""
-        if call.outcome is not None or self._calls.end is not None:
+        if call.outcome is not None or self.calls.end is not None:
             return
         if call.cancel_by_grpc is not None:
             call.cancel_by_grpc()
-        elif (frame := self._calls.cancels(call)) is None:
+        elif (frame := self.calls.cancels(call)) is None:
             self.interrupt()
         else:
-            frame.acknowledged = self._calls.acknowledged
+            frame.acknowledged = self.calls.acknowledged
             try:
                 self._socket.send(handoff.encode(frame), _NOSIGNAL | socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -265,15 +263,15 @@ class Connection:
 
         If the broker has closed, it may have said why: that is read first.
         """
-        frame.acknowledged = self._calls.acknowledged
+        frame.acknowledged = self.calls.acknowledged
         try:
             self._socket.send(handoff.encode(frame), _NOSIGNAL)
         except (BrokenPipeError, ConnectionResetError):
             self.read_to_the_end()
-            self._calls.check_open()
+            self.calls.check_open()
         except OSError as error:
             self._lose(error)
-            self._calls.check_open()
+            self.calls.check_open()
 
     def _start_by_grpc(self, call: Call, frame: pb.Frame) -> None:
         assert self._grpc is not None
@@ -288,8 +286,8 @@ class Connection:
         if self._reader_thread is not None:
             self._drain()
         with self._changed.lock:
-            if self._calls.end is None:
-                self._calls.answered(call, outcome, extents)
+            if self.calls.end is None:
+                self.calls.answered(call, outcome, extents)
             self._changed.tell_all()
 
     def _undo(self, call: Call) -> None:
@@ -306,12 +304,12 @@ class Connection:
         finally:
             with suppress(MembrokerError):
                 with self._changed.lock:
-                    self._calls.give_up(call)
+                    self.calls.give_up(call)
                 while call.sent and self._wait(call):
                     self._take(call)
-                self.tell(self._calls.goes_back(call))
+                self.tell(self.calls.goes_back(call))
             if call.keep:
-                self._calls.record(call, is_whole=False)
+                self.calls.record(call, is_whole=False)
 
     def _leave(self, call: Call) -> None:
         """Undo a call that an interrupt ended. The resume tells the broker what is not held."""
@@ -322,13 +320,13 @@ class Connection:
         try:
             self._undo(call)
         finally:
-            self._calls.interrupted(call)
+            self.calls.interrupted(call)
 
     def _take(self, call: Call) -> None:
         """Hand the oldest delivery of a call to its placement, or close it unused. Acknowledge it in any case."""
         packet = call.inbox[0]
         try:
-            if self._calls.take(call) and call.placement is not None:
+            if self.calls.take(call) and call.placement is not None:
                 delivery = packet.frame.delivery
                 call.placement.place(delivery.extent_ids, packet.descriptors, delivery.extent_bytes)
         finally:
@@ -336,7 +334,7 @@ class Connection:
             with self._changed.lock:
                 close_each(packet.descriptors)
                 self._unclosed.remove(packet)
-                ack = self._calls.taken(packet)
+                ack = self.calls.taken(packet)
             if ack is not None:
                 self._send(ack)
 
@@ -354,14 +352,14 @@ class Connection:
             with self._changed.lock:
                 is_over = call.outcome is not None and len(call.extent_ids) >= call.expected
                 is_late = call.deadline is not None and time.monotonic() >= call.deadline
-                if call.inbox or is_over or is_late or self._calls.end is not None:
+                if call.inbox or is_over or is_late or self.calls.end is not None:
                     if self._reader == me:
                         self._reader = None
                     if self._reader is None and self._changed.waiting:
                         self._changed.tell_next()  # it reads now
                     if call.inbox or is_over:
                         return bool(call.inbox)
-                    self._calls.check_open()
+                    self.calls.check_open()
                     raise BrokerUnavailable(f"the broker at {self._name} did not answer in time")
                 if call.by_grpc:
                     self._changed.wait(_left(call.deadline))
@@ -375,7 +373,7 @@ class Connection:
 
     def _read_for_all(self) -> None:
         """Read until the connection ends. No other thread reads."""
-        while self._calls.end is None:
+        while self.calls.end is None:
             self._readable(None)
             self._drain()
         self._stop_reading()
@@ -389,11 +387,11 @@ class Connection:
         strays = []
         try:
             with self._changed.lock:
-                while self._calls.end is None and self._readable(0):
+                while self.calls.end is None and self._readable(0):
                     with suppress(ConnectionResetError):  # the broker has closed: what it sent is behind this error
                         packet = handoff.receive(self._socket)
                         self._unclosed.append(packet)
-                        if self._calls.arrived(packet) is None:
+                        if self.calls.arrived(packet) is None:
                             strays.append(packet)
                         elif packet.frame.HasField("reply"):
                             self._close_packet(packet)
@@ -408,9 +406,9 @@ class Connection:
         me = threading.get_ident()
         try:
             with self._changed.lock:
-                while self._reader and self._calls.end is None:
+                while self._reader and self.calls.end is None:
                     self._changed.wait()
-                if self._calls.end is not None:
+                if self.calls.end is not None:
                     return
                 if self._reader_thread is None:
                     self._reader = me
@@ -442,7 +440,7 @@ class Connection:
         finally:
             with self._changed.lock:
                 if packet is not None:
-                    call = self._calls.arrived(packet)
+                    call = self.calls.arrived(packet)
                     if call is not None and packet.frame.HasField("reply"):
                         self._close_packet(packet)
                 if call is None:
@@ -468,9 +466,9 @@ class Connection:
         """Drop a packet that no call waits for; its extents are released."""
         with self._changed.lock:
             self._close_packet(packet)
-            if self._calls.end is not None:
+            if self.calls.end is not None:
                 self._shut()
-            is_odd, frames = self._calls.is_odd(packet.frame), list(self._calls.stray(packet))
+            is_odd, frames = self.calls.is_odd(packet.frame), list(self.calls.stray(packet))
         if is_odd:
             logger.warning("the broker sent a frame that no call waits for: %s", packet.frame.WhichOneof("kind"))
         with suppress(MembrokerError):
@@ -478,15 +476,10 @@ class Connection:
 
     # The end
 
-    @property
-    def has_calls(self) -> bool:
-        """Whether a call has not ended."""
-        return bool(self._calls.at_broker)
-
     def wait_until_idle(self) -> None:
         """Wait until every call has ended. Once the connection is lost, they have then unmapped what they got."""
         with self._changed.lock:
-            while self._calls.at_broker:
+            while self.calls.at_broker:
                 self._changed.wait()
 
     def say_goodbye(self, timeout: float) -> None:
@@ -497,15 +490,6 @@ class Connection:
     def heard_stopping(self) -> None:
         """Note that the broker announced its stop: the error of its end says so too."""
         self._stopping = " (it had said that it stops)"
-
-    @property
-    def lost(self) -> bool:
-        """Whether the connection ended without `close`."""
-        return self._calls.is_lost
-
-    def close_soon(self) -> None:
-        """Let no call ask for memory or a seal any more: the client is closing."""
-        self._calls.is_closing = True
 
     def interrupt(self) -> None:
         """End the connection, because an interrupt left a call half done: the resume agrees on what is held.
@@ -521,14 +505,13 @@ class Connection:
             "stays valid, and the session goes on",
             interrupted=True,
         )
-        if self.lost:
+        if self.calls.is_lost:
             self._on_lost(self)
 
     def _break_off(self, kind: type[MembrokerError], why: str, *, interrupted: bool = False) -> None:
         """End the connection, unless it has ended: calls raise this error from now on."""
         with self._changed.lock:
-            if self._calls.end_with(kind, why):
-                self.interrupted = interrupted
+            self.calls.end_with(kind, why, interrupted=interrupted)
             self._shut()
 
     def _shut(self) -> None:
@@ -553,7 +536,7 @@ class Connection:
             f"the broker at {self._name} is gone{self._stopping}: mapped memory stays valid; "
             "start it again (`membrokerd`), and the session goes on",
         )
-        if self.lost:
+        if self.calls.is_lost:
             self._on_lost(self)
 
     def close(self) -> None:
@@ -568,7 +551,7 @@ class Connection:
 
     def abandon(self) -> None:
         """In a forked child: close what was inherited. Takes no lock; never a shutdown, which the parent would feel."""
-        self._calls.end = (ClosedError, "this client belongs to the process that this one was forked from")
+        self.calls.end = (ClosedError, "this client belongs to the process that this one was forked from")
         self._changed = Condition()
         self._admitted = Condition()
         self._reader = None

@@ -7,10 +7,9 @@ raises.
 from __future__ import annotations
 
 import logging
-import random
 import select
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,22 +19,9 @@ from ..wire import frames as handoff
 from ..wire.names import PROTOCOL_VERSION
 from .endpoint import DESCRIPTORS_CUT, open_socket, set_timeout, silent
 from .inventory import HeldResources, Inventory
+from .outages import REJECTED
 
 logger: logging.Logger = logging.getLogger("membroker")
-
-REJECTED = "TOKEN_REJECTED"
-"""The reason of an error when the broker does not know the session."""
-
-
-def pauses() -> Iterator[float]:
-    """Yield the seconds to wait before each attempt: 50 ms, doubled each time up to 1 s, less a random half at most.
-
-    Random, because all workers of a machine lose their broker in the same moment.
-    """
-    seconds = 0.05
-    while True:
-        yield seconds * random.uniform(0.5, 1.0)
-        seconds = min(2 * seconds, 1.0)
 
 
 def open_session(path: Path, hello: pb.Hello, timeout: float) -> tuple[socket.socket, socket.socket, pb.Welcome]:

@@ -119,6 +119,8 @@ class Calls:
         """Those that the broker has to answer, by number."""
         self.end: tuple[type[MembrokerError], str] | None = None
         """What ended the connection."""
+        self.is_interrupted: bool = False
+        """Whether this side ended it, because an interrupt left a call half done."""
         self.is_closing: bool = False
         """Whether the client is closing: no call may ask for memory or a seal any more."""
         self.counts: bool = revision > 0
@@ -327,12 +329,10 @@ class Calls:
             return False
         return kind != "reply" or frame.reply.WhichOneof("result") not in _LATE
 
-    def end_with(self, kind: type[MembrokerError], why: str) -> bool:
-        """The connection ends: calls raise this error from now on. Return whether it had not ended."""
-        is_first = self.end is None
-        if is_first:
-            self.end = (kind, why)
-        return is_first
+    def end_with(self, kind: type[MembrokerError], why: str, *, interrupted: bool = False) -> None:
+        """The connection ends: calls raise this error from now on. Nothing changes if it has ended."""
+        if self.end is None:
+            self.is_interrupted, self.end = interrupted, (kind, why)
 
     @property
     def is_lost(self) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from membroker.memory import lifetime
-from membroker.session import machine, recalls, reconnecting
+from membroker.session import machine, outages, recalls
 from membrokerd.core import facts as ft
 from membrokerd.core import lifecycles
 from membrokerd.core.ledger import Ledger
@@ -17,7 +17,7 @@ from membrokerd.core.traffic import CallInFlight
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "lifecycles.md"
 LIBRARY = {
-    "connection": reconnecting.LIFECYCLE,
+    "connection": outages.LIFECYCLE,
     "call": machine.LIFECYCLE,
     "recall": recalls.LIFECYCLE,
     "mapped memory": lifetime.LIFECYCLE,
@@ -68,7 +68,7 @@ def draw() -> str:
         "",
         "`tests/broker/core/test_lifecycles.py` checks this page against the tables in the code, and writes it when",
         "`MEMBROKER_REWRITE=1` is set. The daemon's are in `broker/membrokerd/core/lifecycles.py`, the library's in",
-        "`reconnecting.py`, `machine.py` and `recalls.py` of `client/membroker/session/`, and in",
+        "`outages.py`, `machine.py` and `recalls.py` of `client/membroker/session/`, and in",
         "`client/membroker/memory/lifetime.py`. Any other transition of the daemon is a bug and raises an error.",
     ]
     for name, table in TABLES.items():

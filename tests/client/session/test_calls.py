@@ -94,7 +94,7 @@ class TestInterrupted:
         call.deliver(0)
         broker.deliver(call.id, 1, part=1)
         assert isinstance(call.error(), KeyboardInterrupt)
-        assert (call.taker.undone, connection.lost, connection.interrupted) == (1, True, True)
+        assert (call.taker.undone, connection.calls.is_lost, connection.calls.is_interrupted) == (1, True, True)
         connection.wait_until_idle()
         assert broker.hear_any().WhichOneof("kind") == "ack"
         with pytest.raises(handoff.EndOfConnection):
@@ -102,7 +102,7 @@ class TestInterrupted:
 
     def test_after_its_answer(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         """The extents are in the inventory already, and the caller never gets them: no resume may state them."""
-        inventory = pair[0]._calls.inventory
+        inventory = pair[0].calls.inventory
 
         def borrowed(extent_ids: Sequence[int], kind: Kind) -> None:
             Inventory.borrowed(inventory, extent_ids, kind)
@@ -250,7 +250,7 @@ def test_the_end_is_noticed_behind_a_last_answer(pair: Pair) -> None:
     assert call.error() is None
     broker.end.close()
     end.value()
-    assert connection.lost
+    assert connection.calls.is_lost
 
 
 def test_a_connection_waits_for_its_calls(pair: Pair) -> None:
@@ -265,7 +265,7 @@ def test_a_connection_waits_for_its_calls(pair: Pair) -> None:
     call = Begun(pair, taker=SlowToUndo())
     pair[1].end.close()
     assert undoing.wait(DEADLINE_SECONDS)
-    assert pair[0].lost
+    assert pair[0].calls.is_lost
     waiting = Caller(pair[0].wait_until_idle)
     until(lambda: pair[0]._changed.waiting)
     assert waiting.is_alive()

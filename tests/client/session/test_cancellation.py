@@ -36,7 +36,7 @@ def test_a_wait_ends_at_the_broker(pair: Pair, frame: pb.Frame) -> None:
     assert broker.hears_nothing()
     grant(broker, other.id)
     assert other.error() is None
-    assert not connection.has_calls
+    assert not connection.calls.at_broker
 
 
 def test_a_call_that_is_complete_goes_back(pair: Pair) -> None:
@@ -125,7 +125,7 @@ class TestOlderBroker:
         call = Begun(pair, scope=(scope := CancelScope()))
         scope.cancel()
         assert call.error() is not None
-        assert pair[0].interrupted
+        assert pair[0].calls.is_interrupted
 
 
 def test_any_thread_may_cancel_at_any_moment(pair: Pair) -> None:
@@ -150,7 +150,7 @@ def test_any_thread_may_cancel_at_any_moment(pair: Pair) -> None:
                         broker.refuse(frame.request_id, "DELIVERY_FAILED")
         caller.end()
         assert caller.error is None or isinstance(caller.error, Cancelled)
-        assert len(connection._calls.inventory.held().extents) == (caller.error is None)
-        connection._calls.inventory.strike_extents(list(connection._calls.inventory.held().extents))
+        assert len(connection.calls.inventory.held().extents) == (caller.error is None)
+        connection.calls.inventory.strike_extents(list(connection.calls.inventory.held().extents))
         while not broker.hears_nothing():
             broker.hear_any()

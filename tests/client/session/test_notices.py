@@ -143,7 +143,7 @@ class TestConnect:
             client = caller.value()
             assert [message[:34] for message in caplog.messages] == ["waiting up to 120 s for a broker: "]
             broker.die()
-            client._session.reconnecting._outage = 0
+            client._session.reconnecting._outages.outage = 0
             client.close()
 
     @pytest.mark.parametrize("reason", ["ENDPOINT_FORBIDDEN", "UNSUPPORTED_VERSION", "TOO_MANY_SESSIONS"])

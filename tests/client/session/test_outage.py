@@ -16,7 +16,7 @@ from tests.support.processes import ends, heard, is_waiting, mapped_extents, tel
 
 import membroker
 from membroker import Client
-from membroker.session import reconnecting
+from membroker.session import outages
 from membroker.session.connection import Connection
 from membroker.session.reconnecting import ReconnectingConnection
 from membroker.v1 import handoff_pb2 as pb
@@ -38,18 +38,18 @@ class TestOutage:
     def test_a_call_waits_for_so_long(self, broker: PlayedBroker, client: Client) -> None:
         """Then it raises, with what was tried; the session goes on when somebody is there at last."""
         one, extent_id = buffer(broker, client)
-        line(client)._outage = 0.5
+        line(client)._outages.outage = 0.5
         broker.die()
-        until(lambda: "nobody listens" in line(client)._trouble)
+        until(lambda: "nobody listens" in line(client)._outages.trouble)
         calls: list[Callable[[], object]] = [lambda: model(client).allocate(PAGE), lambda: model(client).declare(1)]
         for call in calls:
             with pytest.raises(membroker.BrokerUnavailable, match=r"`membrokerd`.* 0\.5 s") as it:
                 call()
             assert "nobody listens" in str(it.value)
-        line(client)._outage = 0.0
+        line(client)._outages.outage = 0.0
         with pytest.raises(membroker.BrokerUnavailable):
             model(client).allocate(PAGE)
-        line(client)._outage = DEADLINE_SECONDS
+        line(client)._outages.outage = DEADLINE_SECONDS
         broker.listen()
         assert list(broker.resume().extent_ids) == [extent_id]
         another, _ = buffer(broker, client)
@@ -62,7 +62,7 @@ class TestOutage:
         one, extent_id = buffer(broker, client)
         broker.die()
         until(lambda: is_away(client))
-        tried = lambda: line(client)._trouble  # noqa: E731 - what the last attempt met
+        tried = lambda: line(client)._outages.trouble  # noqa: E731 - what the last attempt met
         until(lambda: "nobody listens" in tried())
         (broker.directory / "handoff.sock").unlink()
         until(lambda: "has no handoff.sock" in tried())
@@ -107,7 +107,7 @@ class TestOutage:
         assert isinstance(caller.end().error, membroker.ProtocolError)
         with pytest.raises(membroker.ProtocolError):
             model(client).allocate(PAGE)
-        assert line(client)._state == "connected"
+        assert line(client)._outages.state == "connected"
 
     def test_a_violation_is_heard_by_who_can_not_write(self, broker: PlayedBroker, client: Client) -> None:
         """The broker has closed, with frames unread: what it said before is behind the error of the socket."""
@@ -117,7 +117,7 @@ class TestOutage:
         for call in (one.close, lambda: model(client).allocate(PAGE)):
             with pytest.raises(membroker.ProtocolError):
                 call()
-        assert line(client)._state == "connected"
+        assert line(client)._outages.state == "connected"
 
     @pytest.mark.parametrize("started", [0, 2])
     def test_ctrl_c_as_the_loss_is_found(
@@ -135,7 +135,7 @@ class TestOutage:
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(ReconnectingConnection, "_begin_to_reconnect", strike)
-        monkeypatch.setattr(reconnecting, "pauses", lambda: repeat(0.0))  # two would come at the same time
+        monkeypatch.setattr(outages, "pauses", lambda: repeat(0.0))  # two would come at the same time
         broker.end.close()  # its notices stay open: it is this thread that finds the end
         with pytest.raises(KeyboardInterrupt):
             model(client).allocate(PAGE)
@@ -220,7 +220,7 @@ model = Model(client._session, resources_pb2.Model(name="m", virtual_capacity_by
 buffer = model.allocate(1)
 say("lent")
 wait()
-while not client._session.connection.lost or not client._session.reconnecting._trouble: pass
+while not client._session.connection.calls.is_lost or not client._session.reconnecting._outages.trouble: pass
 child = os.fork()
 if not child:
     signal.alarm(120)
@@ -308,7 +308,7 @@ logging.disable()
 client = connect(timeout=24 * 3600, outage=24 * 3600)
 say("connected")
 wait()
-while not client._session.connection.lost: pass
+while not client._session.connection.calls.is_lost: pass
 """
         with worker(script, broker, "handoff") as process:  # type: ignore[arg-type]
             enter(broker, process)

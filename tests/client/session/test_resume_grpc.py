@@ -169,7 +169,7 @@ class TestByGrpc:
         yield one
         broker.die()
         until(lambda: is_away(one))  # or what it holds would be given back by gRPC, to a service that has no answer
-        one._session.reconnecting._outage = 0
+        one._session.reconnecting._outages.outage = 0
         one.close()
 
     def allocation(self, broker: PlayedBroker, ids: list[int]) -> Callable[[object, object], object]:

@@ -56,7 +56,7 @@ def test_the_count_has_no_gap(pair: Pair) -> None:
 
 def test_an_older_broker_gets_no_count(pair: Pair) -> None:
     """It would skip the count, and never send a third packet: it gets an Ack for each, by its id."""
-    pair[0]._calls.counts = False
+    pair[0].calls.counts = False
     call = Begun(pair)
     serve(pair[1], call.id, 1)
     ack = pair[1].hear("ack")
@@ -143,7 +143,7 @@ def test_long_and_short_calls_share_the_window(daemon: Daemon) -> None:
 def test_an_old_client_is_served_as_before(daemon: Daemon) -> None:
     """A library of before the count was there acknowledges by ids: 300 pages, and small ones."""
     with membroker.connect(daemon.endpoint()) as client:
-        client._session.connection._calls.counts = False
+        client._session.connection.calls.counts = False
         model = client.model("m")
         with model.pool(page_size=PAGE, virtual_capacity=120 * PAGE) as pool:
             for _ in range(3):
@@ -164,7 +164,7 @@ def test_a_session_goes_on_counting_after_an_outage(daemon: Daemon) -> None:
         daemon.start_again()
         kept.append(model.allocate(PAGE))
         assert client._session.connection is not before
-        assert client._session.connection._calls.acknowledged == 1
+        assert client._session.connection.calls.acknowledged == 1
         with model.pool(page_size=PAGE, virtual_capacity=120 * PAGE) as pool:
             pool.allocate(0, 120 * PAGE)
         for one in kept:

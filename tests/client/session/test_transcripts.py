@@ -1,9 +1,10 @@
-"""The calls of a connection as stories: each file in transcripts/ has some, and behind every command what followed.
+"""The calls and outages of a session as stories: each file in transcripts/ has some, with what follows each command.
 
-A story begins with `==`, and has a session of its own, at a broker of the revision in its line (3). A call has the name
-that its command gives it; `#2` is its number. Behind `->` are the frames that the library sends, `^1` with the count of
-deliveries that a frame acknowledges, then the calls that have ended, with what is mapped for them or how they failed,
-then what the session holds, if that has changed. MEMBROKER_REWRITE=1 writes again what follows from the commands.
+A story begins with `==`, and has a session of its own, at a broker of the revision in its line (3), whose calls wait
+for a connection for the seconds of `outage` there (30). A call has the name that its command gives it; `#2` is its
+number. Behind `->` are the frames that the library sends, `^1` with the count of deliveries that a frame acknowledges,
+then the calls that have ended, with what is mapped for them or how they failed, then the state of the session and what
+it holds, if that has changed. MEMBROKER_REWRITE=1 writes again what follows from the commands.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import pytest
 from tests.support.fake_broker import refusal
 from tests.support.pure_client import Asked, PureClient
 
+from membroker.errors import BrokerUnavailable, MembrokerError
+from membroker.session import outages
 from membroker.session.machine import LIFECYCLE, MOST_PATIENT
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
@@ -32,8 +35,9 @@ class Story:
     """A session in play."""
 
     def __init__(self, title: str) -> None:
-        revision = re.search(r"revision=(\d)", title)
-        self.client = PureClient(int(revision[1]) if revision else 3)
+        given = dict(re.findall(r"(revision|outage)=(\d+)", title))
+        self.client = PureClient(int(given.get("revision", 3)), float(given.get("outage", 30)))
+        self.state = "connected"
         self.calls: dict[str, Asked] = {}
         self.ended: list[str] = []
         self.stated: list[str] = []
@@ -53,8 +57,13 @@ class Story:
             if asked not in self.client.asked and called not in self.ended:
                 self.ended.append(called)
                 mapped = _words(asked.placed)
-                said.append(f"{called}: {type(asked.error).__name__ if asked.error else mapped or 'done'}")
+                failed = asked.error and type(asked.error).__name__ + _seconds_in(str(asked.error))
+                said.append(f"{called}: {failed or mapped or 'done'}")
                 assert asked.is_stuck or not (asked.error and mapped), "it has failed, and memory is mapped"
+        if (state := self.client.outages.state) != self.state:
+            assert state in outages.LIFECYCLE
+            said.append(f"is {state}")
+            self.state = state
         held = self.holds()
         if held != self.held:
             said.append(held)
@@ -168,15 +177,53 @@ class Story:
         reply = pb.Reply(declare=broker_pb2.DeclareMemoryResponse()) if kind else pb.Reply()
         self.hear(pb.Frame(request_id=self.number(name), reply=reply))
 
-    def do_lose(self) -> None:
-        self.client.lose()
+    def do_lose(self, *words: str) -> None:
+        """The connection is lost; `unstarted`: no thread could start that reconnects."""
+        self.client.lose(starts="unstarted" not in words)
         self.parts.clear()
 
     def do_resume(self, *unknown: str) -> None:
         """The session goes on; the broker does not know these extents."""
         held = self.client.resume()
         self.stated.append(f"states {' '.join(map(str, sorted(held.extents))) or 'nothing'}")
-        self.client.agree(held, [int(one) for one in unknown])
+        try:
+            self.client.agree(held, [int(one) for one in unknown])
+        except BrokerUnavailable:
+            self.stated.append("too late")
+
+    # A lost connection
+
+    def do_start(self) -> None:
+        """A thread has started that would reconnect."""
+        self.stated.append("reconnects" if self.client.start() else "does not reconnect")
+
+    def do_next(self) -> None:
+        """When the next attempt to resume is made."""
+        seconds = self.client.outages.next_try(self.client.now) - self.client.now
+        self.stated.append(f"in {seconds:g} s")
+
+    def do_miss(self, reason: str = "") -> None:
+        """An attempt to resume has failed."""
+        error = MembrokerError(reason, reason) if reason else BrokerUnavailable("nobody listens")
+        if warning := self.client.failed(error):
+            self.stated.append(f"warns{_seconds_in(warning)}")
+
+    def do_wait(self, name: str) -> None:
+        """How long a call waits for a connection yet."""
+        failure = self.calls[name].failure
+        seconds = 0.0 if failure is None else self.client.outages.wait(*failure, self.client.now)
+        self.stated.append(f"{seconds:g} s")
+
+    def do_pass(self, seconds: str) -> None:
+        self.client.pass_time(float(seconds))
+
+    def do_close(self) -> None:
+        """The program closes the client."""
+        self.client.close()
+
+    def do_leave(self, cause: str) -> None:
+        """`goodbye` or `closed`."""
+        self.client.leave(cause)
 
     def do_end(self) -> None:
         """What ended the connection, if anything did."""
@@ -194,6 +241,11 @@ def _words(ids: Sequence[int]) -> str:
     if len(ids) > SHOWN and ids[-1] - ids[0] == len(ids) - 1:
         return f"{ids[0]}..{ids[-1]}"
     return " ".join(map(str, ids))
+
+
+def _seconds_in(text: str) -> str:
+    """Return the seconds that a message tells."""
+    return "".join(f" {seconds}" for seconds in re.findall(r"\b\d+ s\b", text))
 
 
 def shown(frame: pb.Frame) -> str:
@@ -234,5 +286,6 @@ def check(path: Path, begin: Callable[[str], Callable[[str], str]]) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
-def test_a_transcript(path: Path) -> None:
+def test_a_transcript(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("random.uniform", lambda _, most: most)
     check(path, lambda title: Story(title).play)

@@ -75,7 +75,7 @@ def test_an_attach_ends(daemon: Daemon, client: membroker.Client) -> None:
     scope = membroker.CancelScope()
     with membroker.connect(daemon.endpoint()) as reader:
         caller = in_scope(scope, lambda: reader.attach("weights", timeout=LONG))
-        until(lambda: len(reader._session.connection._calls.at_broker) == 1)
+        until(lambda: len(reader._session.connection.calls.at_broker) == 1)
         scope.cancel()
         assert isinstance(caller.end().error, Cancelled)
         segment.seal()

@@ -150,4 +150,4 @@ def test_a_close_ends_the_session_by_itself(daemon: Daemon) -> None:
         buffer = client.model("m").allocate(PAGE)
         client.close()
         assert buffer.closed
-        assert client._session.reconnecting._state == "closed"
+        assert client._session.reconnecting._outages.state == "closed"
