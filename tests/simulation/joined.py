@@ -44,6 +44,8 @@ RULES = Rules(
     guarantee_wait_ns=SECOND,
     segment_extent_bytes=PAGE,
 )
+OUTAGES = (30.0, 2.0, 0.0)
+"""How many seconds the calls of each session wait for a connection: at least 5 after an interrupt."""
 LABELS = ("a", "b", "c")
 WINDOW = 128
 """How many extents of a session may be in packets that are made and not acknowledged."""
@@ -85,7 +87,7 @@ class Peer:
 class Joined:
     """A few sessions and their broker. `steps` counts what the core has decided."""
 
-    def __init__(self, seed: int, sessions: int = 3) -> None:
+    def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.broker = Broker(RULES, epoch=1)
         self.now = 0
@@ -99,11 +101,12 @@ class Joined:
         self.ended: dict[str, int] = {}
         """How many calls have ended in each way."""
         self.peers: dict[int, Peer] = {}
-        for number in range(sessions):
+        for number, outage in enumerate(OUTAGES):
             opened = self.ask(lambda call, name=f"p{number}": ev.OpenSession(call, "t", 1, 1, name, False, "toy"))
             assert isinstance(opened, fx.SessionOpened)
             # Every second one is made as for a broker whose window counts packets.
-            peer = self.peers[opened.session] = Peer(number, opened.session, PureClient(4 - number % 2))
+            client = PureClient(4 - number % 2, outage=outage)
+            peer = self.peers[opened.session] = Peer(number, opened.session, client)
             for model in ("m0", "m1"):
                 frame = pb.Frame(register_model=broker_pb2.RegisterModelRequest(model_id=model))
                 note = partial(peer.client.inventory.registered, f"tenants/t/models/{model}")
@@ -408,9 +411,14 @@ class Joined:
             self.read(peer, handoff.decode(handoff.encode(peer.client.sent.popleft())))
 
     def pass_time(self) -> None:
-        self.now += self.random.choice((1_000_000, 50_000_000, SECOND))
+        self.later(self.random.choice((1_000_000, 50_000_000, SECOND)))
         if self.broker.deadline is not None and self.broker.deadline <= self.now:
             self.tell(ev.Elapsed())
+
+    def later(self, passed: int) -> None:
+        self.now += passed
+        for peer in self.peers.values():
+            peer.client.pass_time(passed / SECOND)
 
     # Outages
 
@@ -473,7 +481,7 @@ class Joined:
     # What both sides promise
 
     def judge(self, peer: Peer) -> None:
-        """What the program was given is held; what is held is in the books."""
+        """What the program was given is held; what is held is in the books; calls wait for no connection too long."""
         held = peer.client.inventory.held()
         given = {extent for asked in peer.results if asked not in peer.client.asked for extent in asked.placed}
         assert given == held.extents, f"{given ^ held.extents} are mapped or held, and not both"
@@ -481,6 +489,10 @@ class Joined:
         assert attached == held.segments, f"{attached} are attached, and {held.segments} held"
         books = self.broker.ledger.sessions[peer.session].extents
         assert held.extents <= books.keys(), "held, and not in the books"
+        # A second seal of a segment lets the broker give up the first, as if its connection were lost.
+        longest = 1.0 if peer.connected else max(OUTAGES[peer.number], 5.0)
+        waits = [peer.client.now - asked.failure[2] for asked in peer.client.asked if asked.failure is not None]
+        assert max(waits, default=0.0) < longest, "a call waits too long for a connection, or is not repeated"
         at_broker = [call for call in peer.client.calls.at_broker.values() if call.needs_place]
         assert len(at_broker) <= MAX_CALLS_PER_SESSION
         peer.results = [asked for asked in peer.results if asked in peer.client.asked or asked.placed]
@@ -494,7 +506,7 @@ class Joined:
                 for _ in range(20):
                     deed()
             if self.steps == before:
-                self.now += 10 * SECOND
+                self.later(10 * SECOND)
                 self.tell(ev.Elapsed())
             assert self.now < 10**6 * SECOND, "a call does not end"
         for peer in self.peers.values():

@@ -11,6 +11,7 @@ from tests.simulation.joined import Joined
 from membroker.session import machine
 from membroker.session.inventory import Inventory
 from membroker.session.machine import Calls
+from membroker.session.outages import Outages
 
 SEEDS = range(5)
 STEPS = 3_000
@@ -87,6 +88,16 @@ def _records_a_part(was: Any, self: Calls, call: Any, *, is_whole: bool = True) 
     was(self, call, is_whole=False)
 
 
+@instead_of(Outages, "wait")
+def _waits_for_ever(was, self, failed, error, since, now):  # type: ignore[no-untyped-def]
+    return was(self, failed, error, now, now)
+
+
+@instead_of(Outages, "resumed")
+def _keeps_the_lost_connection(was, self, calls):  # type: ignore[no-untyped-def]
+    self.move("resumed")
+
+
 FAULTS = (
     _nothing_goes_back,
     _counts_what_is_not_taken,
@@ -96,6 +107,8 @@ FAULTS = (
     _is_given_up_and_used,
     _still_states_what_is_released,
     _is_silent_after_a_resume,
+    _waits_for_ever,
+    _keeps_the_lost_connection,
     replacing("forgets_a_hold", Inventory, "attached", lambda *_: None),
     replacing("keeps_a_hold", Inventory, "strike_segment", lambda *_: True),
     around("records_a_part", Calls, "record", _records_a_part),
