@@ -166,7 +166,7 @@ class Recalling:
         and go on to ask for a little with the hint that they want everything, and to give that back.
         """
         world, granule = self.world, self.world.rules.granularity
-        world.stranger = {"device": 0, "host": 0}
+        world.stranger_leaves()
         world.operator.lift_limits()
         for _ in range(6):
             world.open()

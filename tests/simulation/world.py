@@ -43,7 +43,7 @@ from membrokerd.core import policy
 from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied
 from membrokerd.core.machine import Broker
-from membrokerd.core.names import Location, ModelName
+from membrokerd.core.names import LOCATIONS, Location, ModelName
 
 MILLISECOND = 1_000_000
 SECOND = 1_000_000_000
@@ -254,7 +254,7 @@ class World:
             if process.alive:
                 self.endings.die(process, child_until=0)
         self.sharing.delete_all()
-        self.stranger = {"device": 0, "host": 0}
+        self.stranger_leaves()
         for _ in range(3):
             self.pass_time(600 * SECOND)
             while self.jobs:
@@ -547,10 +547,19 @@ class World:
 
     def squeeze(self) -> None:
         """The stranger takes nearly all that the device has left: the books have room, and the gate has none."""
-        self.stranger["device"] += max(0, self.device_free() - RESERVE - self.random.choice((0, 2, 20)) * MIB)
+        more = max(0, self.device_free() - RESERVE - self.random.choice((0, 2, 20)) * MIB)
+        self.stranger_has("device", self.stranger["device"] + more)
 
     def play_the_stranger(self) -> None:
         where = self.where()
         size = self.random.choice((0, 0, 0, 50, 100, 600)) * MIB
+        self.stranger_has(where, size)
+
+    def stranger_has(self, where: Location, size: int) -> None:
+        """The stranger takes memory or gives it back, until it has so much."""
         self.referee.fell(where, max(0, self.stranger[where] - size), "stranger", 0)
         self.stranger[where] = size
+
+    def stranger_leaves(self) -> None:
+        for where in LOCATIONS:
+            self.stranger_has(where, 0)
