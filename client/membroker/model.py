@@ -415,7 +415,7 @@ class Recall:
     `location` is `"device"` or `"host"`. The session may release less. It keeps the rest, and the broker does not ask
     for that again within two seconds. `deadline` is when the answer is due, on the clock of `time.monotonic`. A session
     that answers later borrows nothing above the model's guarantee until it has answered. The broker can ask for more
-    before the answer: `size` and `remaining` grow then, `is_guaranteed` can become True, and the deadline stays.
+    before the answer: `size` and `remaining` grow then, and the deadline stays. `is_guaranteed` can become True.
     """
 
     model: Model

@@ -19,6 +19,8 @@ def check(broker: Broker, mine: RecallsReferee) -> None:
         assert tenants == {tenant: mine.of_tenant(tenant, where) for tenant in tenants}, f"of each tenant: {tenants}"
         assert core.total(where) == sum(tenants.values()), "of all tenants"
         assert core.coming(where) == mine.coming(where), "what recalls will bring"
+        urgent = sum(one.left for place, one in mine.asked.items() if place[2] == where and mine.is_urgent(place))
+        assert core.urgent(where) == urgent, "what urgent recalls will bring"
         for tenant in tenants:
             left = sum(one.left for (name, at), one in asked if (name.tenant, at, one.late) == (tenant, where, False))
             assert core.asked_of_tenant(tenant, where) == left, f"asked of {tenant}"
@@ -35,4 +37,6 @@ def check(broker: Broker, mine: RecallsReferee) -> None:
 def check_nothing_is_left(broker: Broker) -> None:
     """Assert that all sums have gone with the sessions."""
     core = broker.books.recallable
-    assert not any((core.recalls, core.kept, core._counted, core._bytes, core._coming, core._coming_for, core._late))
+    assert not any(
+        (core.recalls, core.kept, core._counted, core._bytes, core._coming, core._coming_for, core._urgent, core._late)
+    )

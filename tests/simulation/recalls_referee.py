@@ -46,6 +46,8 @@ class Asked:
     since: int
     deadline: int
     late: bool = False
+    urgent: bool = False
+    """It was said that a request within a guarantee waits for it."""
 
 
 class RecallsReferee:
@@ -172,6 +174,10 @@ class RecallsReferee:
         """Say whether a session owes bytes of a model."""
         asked = self.asked.get((session, name, where))
         return asked is not None and asked.left > 0
+
+    def is_urgent(self, place: Place) -> bool:
+        """Say whether a session in time puts nothing off of what it is asked for: for a guarantee, or as a guest."""
+        return not self.asked[place].late and (self.asked[place].urgent or place in self.guests)
 
     def is_marked(self, name: ModelName, where: Location) -> bool:
         """Say whether a session of a model owes bytes since a deadline, or lately kept all that it was asked for."""
@@ -457,11 +463,21 @@ class RecallsReferee:
             )
             assert effect.within_ns == one.deadline - now, "a raise moves the deadline"
             assert one.left + more <= self.bytes_of(place), f"{effect} asks for what cannot be recalled"
-            one.size, one.left = one.size + more, one.left + more
+            assert effect.is_guaranteed >= one.urgent, "a raise takes back that it is urgent"
+            one.size, one.left, one.urgent = one.size + more, one.left + more, effect.is_guaranteed
             self._new.append((place, more))
             self.ends["raised"] += 1
             return
+        if one is not None and one.number == effect.recall and effect.is_guaranteed > one.urgent:
+            assert one.left, "it is urgent, and brings nothing"
+            assert not one.late, "a late recall becomes urgent"
+            assert place not in self.guests, "a guest is told that it is urgent"
+            assert (effect.size, effect.within_ns) == (one.size, one.deadline - now), "it is raised at the same time"
+            one.urgent = True
+            self.ends["made urgent"] += 1
+            return
         if one is not None and one.number == effect.recall:
+            assert effect.is_guaranteed == one.urgent, "it is not urgent any more"
             within = rules.recall_ns if one.late else max(0, one.deadline - now)
             assert effect.within_ns == within, "a repetition moves the deadline"
             assert self._again.pop(one.number, None) is one, "it is repeated too early"
@@ -478,7 +494,9 @@ class RecallsReferee:
             assert 0 < effect.size <= self.bytes_of(place), f"{effect} asks for what cannot be recalled"
         self._last_number = effect.recall
         deadline = now + effect.within_ns
-        self.asked[place] = Asked(effect.recall, effect.size, effect.size, effect.size, now, deadline)
+        self.asked[place] = Asked(
+            effect.recall, effect.size, effect.size, effect.size, now, deadline, urgent=effect.is_guaranteed
+        )
         self._new.append((place, effect.size))
         self.ends["asked"] += 1
 

@@ -244,6 +244,7 @@ def _not_looked_at_again(_was: Any, self: Any) -> object:
 
 FAULTS: tuple[Fault, ...] = (
     _declarations_can_be_recalled,
+    replacing("nothing_becomes_urgent", Recalls, "make_urgent", lambda *_: None),
     replacing(
         "segments_can_be_recalled",
         Admission,

@@ -212,6 +212,8 @@ class WaitingReferee:
         if recalls.is_possible and (guaranteed or entitled):
             self.entitled += 1
             self._judge_recalled(where, guaranteed or entitled, shares)
+        if guaranteed:
+            self._judge_urgent(where, guaranteed)
 
     def _judge_shares(self, where: Location, shares: dict[ModelName, float]) -> None:
         """Shares are what the definition says: none is less than what is firm, nor than what of a guarantee is used."""
@@ -240,6 +242,14 @@ class WaitingReferee:
             more = guarantees.lent(name, where) - recalls.coming_of(name, where) - shares.get(name, 0)
             able = recalls.able(name, where)
             assert more <= SLACK or not able, f"{waiting} wait, and {name} of {able} is not asked for {more}"
+
+    def _judge_urgent(self, where: Location, guaranteed: Sequence[Any]) -> None:
+        """So much of what is on its way is urgent as requests within guarantees lack, or all of it."""
+        recalls = self._referee.recalls
+        coming = recalls.coming(where)
+        lacking = min(coming, recalls.short(where, guaranteed, {}) + coming)
+        urgent = sum(one.left for place, one in recalls.asked.items() if place[2] == where and recalls.is_urgent(place))
+        assert urgent >= lacking, f"{guaranteed} lack {lacking}, and {urgent} of {coming} on its way are urgent"
 
     def judge_rest(self) -> None:
         """When nothing moves any more, no request waits within a guarantee or a share."""

@@ -92,6 +92,8 @@ class Counted(NamedTuple):
     left: int = 0
     late: bool = False
     wanted_by: ModelName | None = None
+    is_urgent: bool = False
+    """Whether the borrower does not put off what it is asked for: for a guarantee, or a guest, which never does."""
 
 
 _NOTHING = Counted()
@@ -144,6 +146,8 @@ class Recallable:
         """What recalls that are not late will bring: by model and location, by tenant and location, by location."""
         self._coming_for: Counter[ModelName | None] = Counter()
         """The same by the model that wants it."""
+        self._urgent: Counter[Location] = Counter()
+        """The same by location, but only of urgent recalls."""
         self._late: Counter[tuple[ModelName, Location]] = Counter()
         """What late recalls have not brought: by model and location."""
 
@@ -361,7 +365,10 @@ class Recallable:
     def _count(self, borrower: Borrower, can_go: Collection[Borrower] | None) -> Counted:
         size = self.bytes_of(borrower, can_go) if self.answers(borrower.session, borrower.name) else 0
         recall = self.recalls.get(borrower)
-        return Counted(size, recall.left, recall.late, recall.wanted_by) if recall else Counted(size)
+        if recall is None:
+            return Counted(size)
+        is_urgent = recall.is_guaranteed or borrower in self.guests
+        return Counted(size, recall.left, recall.late, recall.wanted_by, is_urgent)
 
     def _sum(self, borrower: Borrower, counted: Counted, sign: int) -> None:
         _, name, location = borrower
@@ -373,6 +380,8 @@ class Recallable:
         elif counted.left:
             add(self._coming, sign * counted.left, (name, location), (name.tenant, location), location)
             add(self._coming_for, sign * counted.left, counted.wanted_by)
+            if counted.is_urgent:
+                add(self._urgent, sign * counted.left, location)
 
     # --- how much ---
 
@@ -491,6 +500,10 @@ class Recallable:
     def coming(self, location: Location) -> int:
         """Return what the recalls at a location that are not late will bring."""
         return self._coming.get(location, 0)
+
+    def urgent(self, location: Location) -> int:
+        """Return what the urgent ones of these recalls will bring."""
+        return self._urgent.get(location, 0)
 
     def is_coming_for(self, name: ModelName) -> bool:
         """Say whether a recall that is not late will bring something that a model wants."""

@@ -16,7 +16,8 @@ A session has one open recall of a model and location. If more is wanted of it, 
 again with the same number and a larger size. The deadline stays, so that no raise puts off an answer for which an
 earlier request waits; so a recall is raised in the first half of its time only, and never when it is late. The answer
 names the largest size that the session knew. What was added since is taken back: a session keeps only what it has heard
-of.
+of. It comes again with the same size, at any time before it is late, if a request within a guarantee begins to wait for
+what it will bring.
 
 A guest is asked for all that it has, in one recall that is never raised. It has a second more for each GiB, because its
 memory is copied to the host meanwhile.
@@ -143,6 +144,24 @@ class Recalls:
         recall.is_guaranteed |= is_guaranteed
         state.count(borrower)
         self._say(borrower, recall, recall.size, recall.deadline - now)
+
+    def make_urgent(self, location: Location, size: int, now: int) -> None:
+        """Say of open recalls that requests within guarantees wait for them, until `size` bytes come of urgent ones.
+
+        A recall is sent again as for a raise, with the size that it has.
+        """
+        state = self._state
+        if min(size, state.coming(location)) <= state.urgent(location):
+            return
+        for borrower, recall in state.recalls.items():
+            if not self.room or state.urgent(location) >= size:
+                break
+            is_patient = not (recall.late or recall.is_guaranteed or borrower in state.guests)
+            if borrower.location == location and is_patient and recall.left:
+                self.room -= 1
+                recall.is_guaranteed = True
+                state.count(borrower)
+                self._say(borrower, recall, recall.size, recall.deadline - now)
 
     def _say(self, borrower: Borrower, recall: PendingRecall, size: int, within: int) -> None:
         self._books.emit(

@@ -555,7 +555,12 @@ class Schedule:
     # --- recalls ---
 
     def _recall(self, location: Location, demand: Demand, now: int) -> None:
-        """Ask the models that have more than their share for what is lacking."""
+        """Ask the models that have more than their share for what is lacking, and make what is on its way urgent."""
+        self._ask_above_shares(location, demand, now)
+        if demand.is_guaranteed:
+            self._recalls.make_urgent(location, self._lacking(location, self._wanted_of(demand)), now)
+
+    def _ask_above_shares(self, location: Location, demand: Demand, now: int) -> None:
         beside = demand.beside
         shares = self._current(location) if beside is None else self.divide(location, beside=beside)
         if not self._recalls.room or self._short(location, demand, shares) <= 0:
@@ -662,13 +667,8 @@ class Schedule:
 
     def _short(self, location: Location, demand: Demand, shares: Mapping[ModelName, int]) -> int:
         """Return how many of the bytes that requests and holds want are neither free nor recalled already."""
-        admission = self._books.admission
         reaches = {reach.group: reach for reach in demand.reaches}
-        by_tenant = Counter[str]()
-        for reach in demand.reaches:
-            by_tenant[reach.group.key.tenant] += reach.requests.size(reach.most)
-        if demand.beside is not None:
-            by_tenant[demand.beside.name.tenant] += demand.beside.size
+        by_tenant = self._wanted_of(demand)
         for name, size in self._held(location, shares).items():
             found = [
                 (line, reaches[line.group]) for line in self._lines.of_model(name, location) if line.group in reaches
@@ -677,9 +677,22 @@ class Schedule:
             if demand.beside is not None and demand.beside.name == name:
                 wanted += demand.beside.size
             by_tenant[name.tenant] += max(0, size - wanted)
+        return self._lacking(location, by_tenant) - self._books.recallable.coming(location)
+
+    def _wanted_of(self, demand: Demand) -> Counter[str]:
+        """Return the bytes that requests want, by tenant."""
+        by_tenant = Counter[str]()
+        for reach in demand.reaches:
+            by_tenant[reach.group.key.tenant] += reach.requests.size(reach.most)
+        if demand.beside is not None:
+            by_tenant[demand.beside.name.tenant] += demand.beside.size
+        return by_tenant
+
+    def _lacking(self, location: Location, by_tenant: Mapping[str, int]) -> int:
+        """Return how many of these bytes are not free."""
+        admission = self._books.admission
         needed = sum(max(0, size - admission.unlent(tenant, location)) for tenant, size in by_tenant.items())
-        free = self._books.ledger.totals[location].free - admission.unlent_beside(None, location)
-        return needed - free - self._books.recallable.coming(location)
+        return needed - self._books.ledger.totals[location].free + admission.unlent_beside(None, location)
 
     def _demanded(self, demand: Demand) -> dict[ModelName, tuple[int, int]]:
         """Return what requests want that come first: by model their bytes, and what their sessions will want.
@@ -735,6 +748,7 @@ class Schedule:
         shares = self.divide(request.location, less=request.size)
         demand = Demand(request.name, is_guaranteed=True)
         self._ask_for(request.location, short, now, demand, shares, less=request.size)
+        self._recalls.make_urgent(request.location, request.size, now)
 
     def recall_above_limits(self, now: int) -> None:
         """Recall what models and tenants have above their limits. A limit was lowered, or a kept part can be asked for

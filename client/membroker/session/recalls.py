@@ -60,8 +60,8 @@ DEFERRED: Final = _Deferred()
 class OpenRecall:
     """One recall that has no answer yet. `shown` is what the program gets for it, once spare pages have gone.
 
-    The broker can raise `size`, and for a request within a guarantee set `is_guaranteed` then. `called_for` is the size
-    for which the program was called last: the answer is for that.
+    The broker can raise `size`, and set `is_guaranteed` for a request within a guarantee, with a raise or without one.
+    `called_for` is the size for which the program was called last: the answer is for that.
     """
 
     def __init__(self, recalls: SessionRecalls, message: pb.Recall, connection: Connection) -> None:
@@ -241,9 +241,10 @@ class SessionRecalls:
                 recall.place[0],
                 place[0],
             )
-        elif message.bytes > recall.size:  # else it is late, and `bytes` is what the broker lacks
+        elif message.bytes > recall.size or (message.guaranteed and not recall.is_guaranteed):
             with self._lock:
-                recall.size, recall.is_guaranteed = message.bytes, message.guaranteed
+                recall.size = max(recall.size, message.bytes)  # of a late one, `bytes` is what the broker lacks
+                recall.is_guaranteed = message.guaranteed
                 recall.state = LIFECYCLE[recall.state].get("raised", recall.state)
             self._call_back(self.handle, recall.recall_id)
 

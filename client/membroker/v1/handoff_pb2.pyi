@@ -717,8 +717,8 @@ global___Undrained = Undrained
 class Recall(google.protobuf.message.Message):
     """The broker asks a session that answers recalls of a model to release some of its extents. Each release of the session
     for this model and location counts. A recall with a known id and more bytes raises that one: `bytes` is all that was
-    asked for since the first one, and the time for the answer stays. A late recall is repeated with the same id, and the
-    bytes that are left: skip a known id without more bytes.
+    asked for since the first one, and the time for the answer stays. One with a known id and the same bytes sets
+    `guaranteed`. A late recall is repeated with the same id, and the bytes that are left: skip a known id otherwise.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -736,8 +736,8 @@ class Recall(google.protobuf.message.Message):
     bytes: builtins.int
     """Any extents that are together at least this large. It need not be all: what cannot go is kept."""
     guaranteed: builtins.bool
-    """A request within a guarantee lacks some of them: release them now, and do not wait for work that ends by itself. A
-    raise can set it. An older broker leaves it out.
+    """A request within a guarantee lacks some of them: release them now, and do not wait for work that ends by itself. It
+    can become true later, with a raise or without one. An older broker leaves it out.
     """
     @property
     def within(self) -> google.protobuf.duration_pb2.Duration:

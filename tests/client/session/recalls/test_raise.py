@@ -65,6 +65,30 @@ def test_a_deferred_recall(broker: PlayedBroker, client: Client, served: Model) 
     assert served.pending_recall is None
 
 
+def test_a_recall_that_becomes_urgent(broker: PlayedBroker, client: Client, served: Model) -> None:
+    """A request within a guarantee begins to wait for what an engine is asked for already. It is woken again, once."""
+    called: list[tuple[int, bool]] = []
+
+    def wake(one: Recall) -> object:
+        called.append((one.remaining, one.is_guaranteed))
+        return membroker.DEFERRED
+
+    answering(broker, served, wake)
+    recall(broker, 1, 3 * PAGE)
+    until(lambda: len(called) == 1)
+    recall(broker, 1, 2 * PAGE, guaranteed=True)  # late by now, and the notice before was lost
+    until(lambda: len(called) == 2)
+    recall(broker, 1, 3 * PAGE, guaranteed=True)
+    recall(broker, 1, 2 * PAGE)
+    until_heard(broker, client)
+    assert called == [(3 * PAGE, False), (3 * PAGE, True)]
+    pending = served.pending_recall
+    assert pending is not None
+    assert (pending.size, pending.is_guaranteed) == (3 * PAGE, True)
+    pending.done()
+    assert answer(broker) == RecallAnswer(recall_id=1, bytes=3 * PAGE)
+
+
 # Pages that were borrowed ahead and not used go before the callback is asked
 
 
