@@ -18,6 +18,8 @@ from typing import Any
 
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.descriptor_pool import Default
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -27,7 +29,7 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from tests.support import daemons
 from tests.support.daemons import Daemon
-from tests.support.raw import Session, admin_call, grpc_call
+from tests.support.raw import Session, admin_call, grpc_call, reason
 from tests.system.test_reload import reload
 
 from membroker.v1 import admin_pb2 as apb
@@ -58,6 +60,8 @@ VERSION = "0.1.0"
 REWRITE = bool(os.environ.get("MEMBROKER_REWRITE"))
 CREATE_SECONDS = 1_767_225_600
 """What stands for the moment of a segment's creation, which no two daemons share."""
+GUARANTEE = 250 << 20
+"""What another tenant is guaranteed, in bytes: more than is free then."""
 DEADLINE_SECONDS = 4_102_444_800
 """A drain's, in the year 2100."""
 LEFT_AT_ZERO = (
@@ -93,7 +97,6 @@ LEFT_AT_ZERO = (
     | {f"membroker.v1.Session.{name}" for name in ("observer", "more_models", "more_segments", "pod_uid", "pod_name")}
     | {f"membroker.v1.Decision.{name}" for name in ("returned_bytes", "after_ms", "guaranteed", "wanted_by")}
     | {f"membroker.v1.Available.{name}" for name in ("guarantee_bytes", "tenant_limit_bytes")}
-    | {"membroker.v1.Recall.guaranteed"}  # the recall is for a limit
     | {f"membroker.v1.List{name}Response.next_page_token" for name in ("Sessions", "Segments")}
     | {  # only in listings
         f"membroker.v1.Model.{name}"
@@ -227,7 +230,10 @@ def _check_said(
         admin_call(daemon.admin, "Drain", apb.DrainRequest(deadline=deadline))
     if "undrained" in vector["frame"].get("notice", {}):
         admin_call(daemon.admin, "Undrain", apb.UndrainRequest())
-    if "recall" in vector["frame"].get("notice", {}):
+    recall = vector["frame"].get("notice", {}).get("recall")
+    if recall and "guaranteed" in recall:
+        _want_what_is_guaranteed(daemon)
+    elif recall:
         request = apb.SetQuotaRequest(name="tenants/red/models/pages", location=LOCATION_DEVICE, limit_bytes=6 << 20)
         admin_call(daemon.admin, "SetQuota", request)
     question = vector["frame"].get("notice", {}).get("sleep", {})
@@ -266,6 +272,23 @@ def _check_said(
         vector["hex"], vector["frame"] = encode(frame).hex(), to_json(frame)
     # By meaning: the order of a map inside a packed detail is its sender's.
     assert to_json(frame) == vector["frame"]
+
+
+def _want_what_is_guaranteed(daemon: Daemon) -> None:
+    """Another tenant asks for all that it is guaranteed, and does not wait: the recall stays open."""
+    quota = apb.SetQuotaRequest(
+        name="tenants/blue",
+        location=LOCATION_DEVICE,
+        guarantee_bytes=GUARANTEE,
+        update_mask=FieldMask(paths=["guarantee_bytes"]),
+    )
+    assert not isinstance(admin_call(daemon.admin, "SetQuota", quota), Status)
+    with Session(daemon.endpoint("blue")) as session:
+        session.call(register_model=bpb.RegisterModelRequest(model_id="m"))
+        wanted = bpb.AllocateExtentsRequest(
+            model="tenants/blue/models/m", extent_bytes=GUARANTEE, count=1, wait=Duration()
+        )
+        assert reason(session.call(allocate=wanted)) == "CAPACITY"
 
 
 def _hide_what_differs(reply: pb.Reply) -> None:
