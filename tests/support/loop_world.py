@@ -111,11 +111,16 @@ class Late(Store):
         self.asked: list[Callable[[OSError | None], None]] = []
 
     def keep(
-        self, segment: int, ids: Sequence[int], descriptors: Sequence[int], done: Callable[[OSError | None], None]
+        self,
+        tenant: str,
+        segment: int,
+        ids: Sequence[int],
+        descriptors: Sequence[int],
+        done: Callable[[OSError | None], None],
     ) -> None:
         def decide(error: OSError | None) -> None:
             if error is None:
-                Store.keep(self, segment, ids, descriptors, done)
+                Store.keep(self, tenant, segment, ids, descriptors, done)
             else:
                 done(error)
 

@@ -61,7 +61,7 @@ def keeping(store: Store, segment: int, contents: dict[int, bytes]) -> asyncio.F
             close_all(files)
             told.set_exception(error)
 
-    store.keep(segment, list(contents), files, done)
+    store.keep("t", segment, list(contents), files, done)
     return told
 
 

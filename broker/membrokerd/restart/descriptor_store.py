@@ -2,14 +2,16 @@
 
 It keeps the descriptors of segments, so that a segment outlives the process that wrote it. With a mirror, it also
 copies a pidfd for each session and a few descriptors of the driver. `keep` completes when the mirror has the copies;
-nothing of a segment is delivered before that. Owns those descriptors, and the names that the second process has for
-them. It must never decide about memory.
+nothing of a segment is delivered before that. One packet of a segment is on its way to the mirror at a time, and
+tenants share the time: one with many segments does not delay those of others. Owns those descriptors, and the names
+that the second process has for them. It must never decide about memory.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -17,6 +19,7 @@ from typing import Protocol, TypeVar
 from membroker.wire.descriptors import close_all, copy_all
 
 from ..system import logs
+from ..system.tenant_queues import TenantQueues
 
 _Key = TypeVar("_Key", int, str)
 Done = Callable[[OSError | None], None]
@@ -60,6 +63,19 @@ class StoredDescriptors:
     driver: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Keep:
+    """Extents of a segment that the mirror has not got yet. Their caller owns the descriptors until `done`."""
+
+    segment: int
+    ids: Sequence[int]
+    descriptors: Sequence[int]
+    done: Done
+
+    def names(self) -> list[str]:
+        return [_segment_name(self.segment, extent) for extent in self.ids]
+
+
 class Store:
     """Keeps descriptors of extents by segment and id, and copies of them in the mirror. Not thread-safe.
 
@@ -70,6 +86,9 @@ class Store:
         self._mirror = mirror
         self._closed = False
         self._segments: dict[int, dict[int, int]] = {}
+        self._waiting: TenantQueues[_Keep] = TenantQueues()
+        self._is_putting = False
+        """Whether extents of a segment are on their way to the mirror."""
         self._copies: dict[str, int] = {}
         self._untold: dict[str, None] = {}
         """Names of pidfds that the mirror must still get."""
@@ -89,29 +108,51 @@ class Store:
 
     # --- extents ---
 
-    def keep(self, segment: int, ids: Sequence[int], descriptors: Sequence[int], done: Done) -> None:
+    def keep(self, tenant: str, segment: int, ids: Sequence[int], descriptors: Sequence[int], done: Done) -> None:
         """Take ownership of these descriptors, and call `done` with None, once the mirror has copies.
 
         If they cannot be kept, `done` gets the error and the caller still owns them.
         """
+        keep = _Keep(segment, ids, descriptors, done)
         if self._mirror is None:
-            self._take(segment, ids, descriptors)
+            self._take(keep)
             done(None)
+        else:
+            self._waiting.put(tenant, keep)
+            self._put_next(self._mirror)
+
+    def _put_next(self, mirror: Mirror) -> None:
+        """Send the mirror the extents that come next, if it has answered all before."""
+        if self._is_putting or self._closed or not self._waiting:
             return
-        mirror = self._mirror
-        names = [_segment_name(segment, extent) for extent in ids]
+        tenant, keep = self._waiting.take()
+        names, began = keep.names(), time.perf_counter()
 
         def put(error: OSError | None) -> None:
+            self._is_putting = False
+            self._waiting.charge(tenant, time.perf_counter() - began)
             if error is None:
-                self._take(segment, ids, descriptors)
+                self._take(keep)
             else:
                 mirror.drop(names)
-            done(error)
+            if isinstance(error, TimeoutError):
+                self._refuse_all(error)  # or each would wait as long for a mirror that does not answer
+            self._put_next(mirror)
+            keep.done(error)
 
-        mirror.put(list(zip(names, descriptors, strict=True)), put)
+        self._is_putting = True
+        mirror.put(list(zip(names, keep.descriptors, strict=True)), put)
 
-    def _take(self, segment: int, ids: Sequence[int], descriptors: Sequence[int]) -> None:
-        self._segments.setdefault(segment, {}).update(zip(ids, descriptors, strict=True))
+    def _refuse_all(self, error: OSError) -> None:
+        """Say of all extents that wait that they cannot be kept."""
+        waiting = []
+        while self._waiting:
+            waiting.append(self._waiting.take()[1])
+        for keep in waiting:
+            keep.done(error)
+
+    def _take(self, keep: _Keep) -> None:
+        self._segments.setdefault(keep.segment, {}).update(zip(keep.ids, keep.descriptors, strict=True))
 
     def lend(self, segment: int, ids: Sequence[int]) -> list[int]:
         """Return the descriptors of these extents, which the store still owns; KeyError if it does not have them."""
@@ -242,6 +283,7 @@ class Store:
         self._closed = True
         if self._mirror is not None:
             self._mirror.close()
+            self._refuse_all(ConnectionError("the broker is stopping"))
         descriptors = [descriptor for _, descriptor in self._contents()]
         self._segments, self._copies = {}, {}
         return descriptors

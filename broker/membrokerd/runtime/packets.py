@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from membroker.wire.descriptors import close_all, copy_all
 
@@ -72,7 +73,8 @@ class Packets:
             self._not_made(make, Denied(Reason.DELIVERY_FAILED, {"location": make.location}))
         elif make.segment:
             reach("store")
-            self._store.keep(make.segment, make.ids, outcome, lambda error: self._kept(make, outcome, error))
+            kept = partial(self._kept, make, outcome)
+            self._store.keep(make.tenant, make.segment, make.ids, outcome, kept)
         else:
             self._deliver(make, outcome)
 

@@ -20,7 +20,7 @@ def store() -> Store:
 
 def keep(store: Store, segment: int, first: int, *descriptors: int) -> None:
     told: list[OSError | None] = []
-    store.keep(segment, range(first, first + len(descriptors)), descriptors, told.append)
+    store.keep("t", segment, range(first, first + len(descriptors)), descriptors, told.append)
     assert told == [None], "this store keeps them at once"
 
 
@@ -120,7 +120,7 @@ def mirrored(mirror: Slow) -> Iterator[Store]:
 def test_nothing_is_lent_before_the_mirror_has_it(mirror: Slow, mirrored: Store) -> None:
     """A reader attaches during a put of the segment: it must not get a descriptor that a crash could lose."""
     told: list[OSError | None] = []
-    mirrored.keep(0x1F, [10, 11], [1010, 1011], told.append)
+    mirrored.keep("t", 0x1F, [10, 11], [1010, 1011], told.append)
     assert told == []
     assert len(mirrored) == 0
     with pytest.raises(KeyError):
@@ -138,14 +138,47 @@ def test_nothing_is_lent_before_the_mirror_has_it(mirror: Slow, mirrored: Store)
 def test_the_caller_owns_what_the_mirror_refuses(mirror: Slow, mirrored: Store) -> None:
     """The second packet does not fit: the first stays, and nothing of the second is left, here or in the mirror."""
     told: list[OSError | None] = []
-    mirrored.keep(1, [10], [1010], told.append)
-    mirrored.keep(1, [11, 12], [1011, 1012], told.append)
+    mirrored.keep("t", 1, [10], [1010], told.append)
+    mirrored.keep("t", 1, [11, 12], [1011, 1012], told.append)
     mirror.take()
     mirror.fail()
     assert [str(error) for error in told] == ["None", "full"]
     assert mirrored.give_up(1, [11, 12]) == []
     assert mirrored.lend(1, [10]) == [1010]
     assert mirror.names == {"segment.1.a"}
+
+
+def test_a_tenant_with_many_segments_does_not_delay_others(mirror: Slow, mirrored: Store) -> None:
+    """A thousand packets of one tenant wait. One of another tenant goes behind the one that is on its way."""
+    told: list[str] = []
+    for number in range(1, 1_001):
+        mirrored.keep("red", number, [number], [1_000 + number], lambda _: told.append("red"))
+    for number in range(2_001, 2_004):
+        mirrored.keep("blue", number, [number], [1_000 + number], lambda _: told.append("blue"))
+    while told.count("blue") < 3:
+        assert len(mirror.puts) == 1, "one is on its way, whatever waits"
+        mirror.take()
+    assert told[1] == "blue", "the first is behind the one that was on its way"
+    while mirror.puts:
+        mirror.take()
+    assert (told.count("red"), told.count("blue"), len(mirrored)) == (1_000, 3, 1_003)
+    for segment in (*range(1, 1_001), *range(2_001, 2_004)):
+        mirrored.give_up(segment)
+
+
+def test_what_waits_for_a_mirror_that_does_not_answer_is_refused_with_the_first(mirror: Slow, mirrored: Store) -> None:
+    """Else the thousandth would wait a thousand times as long. The end of the daemon refuses what waits, too."""
+    told: list[OSError | None] = []
+    for number in (1, 2, 3):
+        mirrored.keep("t", number, [number], [1_000 + number], told.append)
+    (_, done) = mirror.puts.pop()
+    done(TimeoutError("no answer"))
+    assert [type(error) for error in told] == [TimeoutError] * 3
+    assert mirror.puts == []
+    for number in (4, 5):
+        mirrored.keep("t", number, [number], [1_000 + number], told.append)
+    assert mirrored.close() == []
+    assert [type(error) for error in told[3:]] == [ConnectionError] * 2
 
 
 def test_what_was_given_up_is_settled_when_the_mirror_dropped_it(mirror: Slow, mirrored: Store, store: Store) -> None:
@@ -168,7 +201,7 @@ def test_what_was_given_up_is_settled_when_the_mirror_dropped_it(mirror: Slow, m
 
 def test_a_new_mirror_process_gets_everything(mirror: Slow, mirrored: Store) -> None:
     """Both kept and copied descriptors. A session's pidfd is a copy, so the connection may close its own."""
-    mirrored.keep(1, [10], [1010], lambda error: None)
+    mirrored.keep("t", 1, [10], [1010], lambda error: None)
     mirror.take()
     pidfd, watch = memfd(b"pidfd"), memfd(b"watch")
     mirrored.keep_process(0xAB, pidfd)

@@ -129,12 +129,13 @@ def test_barriers_count_in_the_order_of_the_puts(directory: Path) -> None:
     async def story(systemd: Systemd, mirror: SystemdMirror, store: Store) -> None:
         systemd.barriers = []
         order: list[int] = []
-        puts = [keeping(store, segment, {1: b"kept"}) for segment in range(1, 4)]
-        for segment, put in enumerate(puts, 1):
-            put.add_done_callback(lambda _, segment=segment: order.append(segment))
+        for number in range(1, 4):
+            watch = memfd(b"kept")
+            mirror.put([(f"driver.{number}", watch)], lambda _, number=number: order.append(number))
+            close_all([watch])
         await until(lambda: len(systemd.barriers or ()) == 3)
         close_all(reversed(systemd.barriers))
-        await asyncio.gather(*puts)
+        await until(lambda: len(order) == 3)
         assert order == [1, 2, 3]
 
     play_systemd(directory, 5, story)
