@@ -9,6 +9,7 @@ that the second process has for them. It must never decide about memory.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
@@ -92,6 +93,8 @@ class Store:
         self._copies: dict[str, int] = {}
         self._untold: dict[str, None] = {}
         """Names of pidfds that the mirror must still get."""
+        self._alone = 0
+        """How many of the first of these are put each by itself: together there was no room for them."""
         self._unwanted: list[str] = []
         """Names of pidfds that it must still drop."""
         self._is_telling = False
@@ -211,16 +214,22 @@ class Store:
     def _tell(self) -> None:
         """Tell the mirror which pidfds have come and gone, all at once, when it has done what it was told before.
 
-        So sessions that come and go faster than it can follow are no queue in front of the segments.
+        So sessions that come and go faster than it can follow are no queue in front of the segments. If the mirror has
+        no room for them all, each is put by itself, and only what does not fit is lost.
         """
         if self._mirror is None or self._is_telling or self._closed or not (self._untold or self._unwanted):
             return
-        names, unwanted = list(self._untold), self._unwanted
-        self._untold, self._unwanted, self._is_telling = {}, [], True
+        names, unwanted = list(itertools.islice(self._untold, 1 if self._alone else None)), self._unwanted
+        for name in names:
+            del self._untold[name]
+        self._alone, self._unwanted, self._is_telling = max(0, self._alone - 1), [], True
 
         def told(error: OSError | None) -> None:
             self._is_telling = False
-            if error is not None:
+            if len(names) > 1 and error is not None and not isinstance(error, ConnectionError | TimeoutError):
+                again = dict.fromkeys(name for name in names if name in self._copies)
+                self._alone, self._untold = len(again), again | self._untold
+            elif error is not None:
                 _warn_of_loss(names, error)
             self._tell()
 
@@ -278,7 +287,7 @@ class Store:
 
     def close(self) -> list[int]:
         """Forget everything, and return every descriptor. The mirror's process keeps its copies."""
-        self._is_telling = False
+        self._is_telling, self._alone = False, 0
         self._tell()
         self._closed = True
         if self._mirror is not None:

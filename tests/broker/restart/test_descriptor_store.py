@@ -255,6 +255,32 @@ def test_sessions_that_come_and_go_are_no_queue(mirror: Slow, mirrored: Store) -
     os.close(file)
 
 
+def test_of_several_sessions_only_what_does_not_fit_is_lost(
+    mirror: Slow, mirrored: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The mirror is nearly full. The put of four sessions fails as a whole: then each is put by itself."""
+    file = memfd(b"")
+    for session in range(1, 7):
+        mirrored.keep_process(session, file)
+    mirror.take()
+    assert [name for name, _ in mirror.puts[0][0]] == [f"process.{session}" for session in range(2, 7)]
+    mirrored.forget_process(6)
+    mirror.fail()
+    mirrored.keep_process(7, file)
+    for fits in (True, True, False, False):
+        assert [len(items) for items, _ in mirror.puts] == [1]
+        if fits:
+            mirror.take()
+        else:
+            mirror.fail()
+    assert [name for name, _ in mirror.puts[0][0]] == ["process.7"], "what came later is put together again"
+    mirror.take()
+    assert mirror.names == {f"process.{session}" for session in (1, 2, 3, 7)}
+    lost = [record.__dict__["fields"]["names"] for record in caplog.records]
+    assert lost == ["process.4", "process.5"]
+    os.close(file)
+
+
 def test_what_is_untold_at_the_end_is_told(mirror: Slow, mirrored: Store) -> None:
     file = memfd(b"")
     for session in (1, 2):
