@@ -240,6 +240,7 @@ class RecallsReferee:
             self._stated[event.session] = event
         for fact in step.facts:
             self._follow_fact(fact)
+        self._shrink_holds(step)
         match event:
             case ev.Elapsed():
                 self._elapsed()
@@ -537,6 +538,13 @@ class RecallsReferee:
         self._judge_limits(step)
         self._judge_holds(event, step, {place[2] for place, _ in self._new})
 
+    def _shrink_holds(self, step: Step) -> None:
+        """What the models have released in this step, before it lent anything, is not kept for them."""
+        for key, hold in self.holds.items():
+            lent = self._referee.guarantees.lent(*key)
+            released = max(0, hold.lent + sum(_debited(step, key)) - lent)
+            self.holds[key] = hold._replace(size=hold.size - released, lent=lent)
+
     def _judge_firm(self) -> None:
         broker, guarantees = self._world.broker, self._referee.guarantees
         if not (self.answering or broker.books.recallable.is_possible):
@@ -624,7 +632,7 @@ class RecallsReferee:
             where = key[1]
             assert hold.until == now + HOLD_NS
             before = before if self._goes_on(key) else None
-            if before is not None and before[:2] == hold[:2] and before.until <= now:
+            if before is not None and before[:3] == hold[:3] and before.until <= now:
                 continue
             assert where in asked_at, "a hold begins, or goes on, without a recall"
             self._judge_size(event, step, key, hold, before)
@@ -643,12 +651,8 @@ class RecallsReferee:
             steps |= {min(2 * size, most) for size in steps}
         assert hold.step in steps, "a step is not doubled"
         lent = [self._referee.guarantees.lent(name, where)]
-        for fact in reversed(step.facts):
-            match fact:
-                case ft.Debited() if (fact.name, fact.location) == key:
-                    lent.append(lent[-1] - fact.extent_bytes * fact.count)
-                case ft.SegmentBegan() if (fact.name, fact.location) == key:
-                    lent.append(lent[-1] - fact.extent_bytes * (fact.count - 1) - fact.last_bytes)
+        for size in reversed(_debited(step, key)):
+            lent.append(lent[-1] - size)
         sizes = self._wanted_together(event, name, where)
         wasted = self._world.broker.schedule._wasted.get(name.tenant)
         if wasted is not None and self._world.now < wasted.until:
@@ -774,3 +778,15 @@ class RecallsReferee:
 
 def _answers(step: Step, call: int) -> list[fx.Answer]:
     return [one for one in step.effects if isinstance(one, fx.Answer) and one.call == call]
+
+
+def _debited(step: Step, key: Any) -> list[int]:
+    """Return the bytes that a step has lent to a model at a location, in order."""
+    found = []
+    for fact in step.facts:
+        match fact:
+            case ft.Debited() if (fact.name, fact.location) == key:
+                found.append(fact.extent_bytes * fact.count)
+            case ft.SegmentBegan() if (fact.name, fact.location) == key:
+                found.append(fact.extent_bytes * (fact.count - 1) + fact.last_bytes)
+    return found

@@ -120,7 +120,7 @@ class Broker:
             waiting.drain()
         if books.recallable.moved:
             self.lines.follow()
-        if len(books.ledger.touched) > PORTION:
+        if len(books.ledger.touched) > PORTION or self.schedule.deadline is not None:
             self.schedule.follow()
         is_quiet = not waiting.busy and recalls.deadline is None and attaches.deadline is None
         return Step(effects, facts, None if is_quiet and recalls.room else self.deadline)

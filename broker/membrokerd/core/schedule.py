@@ -58,10 +58,12 @@ class Hold(NamedTuple):
     """Up to `size` bytes a model will probably want, because it grows and others were asked for memory for it.
 
     Recalls ask for as much at once, and requests beyond their share get none of it. A hold is not a debit. `hoped` of
-    the bytes are there only because the model's sessions say that they will want them.
+    the bytes are there only because the model's sessions say that they will want them. `lent` is what the model had
+    when it was last looked at: `size` falls by what it releases, which is not kept for it.
     """
 
     size: int
+    lent: int
     step: int
     until: int
     hoped: int
@@ -201,10 +203,18 @@ class Schedule:
             touched.update(self._holds)
             touched.update((name, location) for location, names in self._lines.wanted.items() for name in names)
         for name, location in touched:
+            self._shrink_hold(name, location)
             for shares in self._shares.values():
                 shares.changed(name, location)
             self._lines.changed(name, location)
         touched.clear()
+
+    def _shrink_hold(self, name: ModelName, location: Location) -> None:
+        """Take what a model has released from its hold: it does not grow by that, so nothing is kept for it."""
+        if (hold := self._holds.get((name, location))) is not None:
+            lent = self._admission.lent(name, location)
+            if lent != hold.lent:
+                self._holds[name, location] = hold._replace(size=hold.size - max(0, hold.lent - lent), lent=lent)
 
     def _new_shares(self) -> dict[bool, Shares]:
         """Return the divisions, by whether recalls are possible: a session can change that, over and over."""
@@ -719,10 +729,11 @@ class Schedule:
         wasted = self._wasted.get(name.tenant)
         is_believed = wasted is None or wasted.until <= now
         more = max(needed, min(wanted, capacity)) if is_believed else needed
-        size, hoped = self._books.admission.lent(name, location) + more, more - needed
+        lent = self._books.admission.lent(name, location)
+        size, hoped = lent + more, more - needed
         if before is not None:
             size, hoped = max(size, before.size), max(hoped, before.hoped)
-        self._holds[name, location] = Hold(size, step, now + HOLD_NS, hoped)
+        self._holds[name, location] = Hold(size, lent, step, now + HOLD_NS, hoped)
         self._books.ledger.touched.add((name, location))
 
     def refused(self, request: DebitRequest, now: int) -> None:
