@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from ..errors import InvalidRequest
 from .engine import Engine
 from .groups import DRAINING, HELD, MAPPED, RETIRING, Groups
 from .layout import MAX_BLOCKS, Layout
@@ -24,9 +23,7 @@ class Balloon:
     """The choice over the groups and blocks of `layout`, whose states are in `groups`.
 
     The bounds are those of `ElasticCache`, in bytes. The groups of `always` never go: the caller maps them, which are
-    `groups.first`, before the engine begins.
-
-    Raises `InvalidRequest` for an unknown block, and for a ceiling below the floor or below the groups of `always`.
+    `groups.first`, before the engine begins. Raises `InvalidRequest` for an unknown block.
     """
 
     def __init__(
@@ -36,7 +33,6 @@ class Balloon:
         floor: int = 0,
         ahead: int = 0,
         keep: int = 0,
-        ceiling: int | None = None,
         always: Collection[int] = (0,),
     ) -> None:
         self.groups: Groups = Groups(layout, always)
@@ -45,14 +41,11 @@ class Balloon:
         self.keep = keep
         self.ahead: int = -(-ahead // layout.block_bytes)
         """Blocks."""
-        self.ceiling = ceiling
         self._cached: dict[int, float] = {}
         """The warmth of groups that had nothing but cached contents when they were last looked at."""
         self._next = layout.groups
         """A sweep goes on below this group."""
         self._last_drained = -1
-        if ceiling is not None and ceiling < max(floor, sum(self.groups.sizes[group] for group in self.groups.first)):
-            raise InvalidRequest(f"a ceiling of {ceiling} bytes is below the floor, or below what always has memory")
 
     # Growing
 
@@ -65,20 +58,15 @@ class Balloon:
         """
         groups = self.groups
         group = groups.lowest_in(HELD)
-        if group is None or (self.ceiling is not None and groups.charged_bytes + groups.sizes[group] > self.ceiling):
+        if group is None:
             return None
         if groups.available < want or groups.staying_bytes + groups.asked_bytes < self.floor:
             return group, True
         return (group, False) if groups.available < want + self.ahead else None
 
     def wanted_bytes(self, want: int) -> int:
-        """Return about how much is needed until the engine has `want` blocks, a group that is being asked for included.
-
-        It is no more than the ceiling leaves.
-        """
-        groups = self.groups
-        size = max(0, want - groups.available) * self._layout.block_bytes
-        return size if self.ceiling is None else min(size, self.ceiling - groups.charged_bytes + groups.asked_bytes)
+        """Return about how much is needed until the engine has `want` blocks, what is being asked for included."""
+        return max(0, want - self.groups.available) * self._layout.block_bytes
 
     # Shrinking
 

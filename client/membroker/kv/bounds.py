@@ -31,8 +31,8 @@ class Bounds:
 
     `model` is the name under which the broker knows this engine; without it, that is MEMBROKER_MODEL, or else the name
     under which the engine serves the model, as `model_name` says. `limit` is the most that it may borrow, as for
-    `Client.model`. `floor`, `ahead`, `keep` and `ceiling` are as for `membroker.kv.ElasticCache`; without
-    `ahead` one group of pages is kept mapped ahead. `page_size` replaces the layout's own.
+    `Client.model`. `floor`, `ahead` and `keep` are as for `membroker.kv.ElasticCache`; without `ahead` one group of
+    pages is kept mapped ahead. `page_size` replaces the layout's own.
     """
 
     model: str | None = None
@@ -40,9 +40,8 @@ class Bounds:
     floor: int | str = 0
     ahead: int | str | None = None
     keep: int | str = "2GiB"
-    ceiling: int | str | None = None
     page_size: int | str | None = None
-    SIZES: ClassVar[tuple[str, ...]] = ("limit", "floor", "ahead", "keep", "ceiling", "page_size")
+    SIZES: ClassVar[tuple[str, ...]] = ("limit", "floor", "ahead", "keep", "page_size")
 
     def __post_init__(self) -> None:
         if self.model is not None:
@@ -67,7 +66,6 @@ class Bounds:
             floor=self.floor,
             ahead=layout.bytes_of(0) if self.ahead is None else self.ahead,
             keep=self.keep,
-            ceiling=self.ceiling,
             timeout=START_SECONDS,
         )
 
@@ -91,8 +89,6 @@ class Bounds:
         name, available = model.name, model.available()
         limits = client.capacities["device"], available.limit_bytes, available.tenant_limit_bytes
         limit = min(size for size in limits if size is not None) - besides
-        if self.ceiling is not None:
-            limit = min(limit, arguments.bytes_of("ceiling", self.ceiling))
         may_borrow = f"{name!r} may borrow {max(0, limit)}" + f" beside {besides} for other memory" * bool(besides)
         if size > limit:
             raise InvalidRequest(

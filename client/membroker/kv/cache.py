@@ -46,18 +46,16 @@ class ElasticCache(Closing):
 
     Sizes are in bytes, or text such as `"8GiB"`. `floor` is never released, and the cache's thread borrows it. `ahead`
     is kept mapped beyond what the engine needs, while no other model waits for memory. `keep` is the most that cached
-    prefixes may occupy in pages that no request uses. `ceiling` is the most that is borrowed; with None only the
-    model's limit applies. The blocks in `always`, such as a null block or blocks for padding, have memory from the
-    start, and the engine has them from the start. `timeout` is how long the constructor may wait for their memory, as
-    in `VirtualMemoryPool.allocate`.
+    prefixes may occupy in pages that no request uses. The blocks in `always`, such as a null block or blocks for
+    padding, have memory from the start, and the engine has them from the start. `timeout` is how long the constructor
+    may wait for their memory, as in `VirtualMemoryPool.allocate`.
 
     While it is open, the cache answers the recalls of the pool's model, and replaces any callback that was set before.
     A program that has more to release can set its own callback later, and pass recalls on to `answer`. Give each cache
     a model of its own, because the cache releases everything that a recall asks for.
 
-    Raises `InvalidRequest` if the base address or the page size of `layout` is not the pool's, if the pool keeps spare
-    pages or borrows ahead, or if the bounds contradict each other; and what `VirtualMemoryPool.allocate` and
-    `Model.on_recall` raise.
+    Raises `InvalidRequest` if the base address or the page size of `layout` is not the pool's, or if the pool keeps
+    spare pages or borrows ahead; and what `VirtualMemoryPool.allocate` and `Model.on_recall` raise.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class ElasticCache(Closing):
         floor: int | str = 0,
         ahead: int | str = 0,
         keep: int | str = "2GiB",
-        ceiling: int | str | None = None,
         always: Collection[int] = (0,),
         timeout: float | None = None,
     ) -> None:
@@ -84,7 +81,6 @@ class ElasticCache(Closing):
             floor=arguments.bytes_of("the floor", floor),
             ahead=arguments.bytes_of("what is kept ahead", ahead),
             keep=arguments.bytes_of("what prefixes may keep", keep),
-            ceiling=None if ceiling is None else arguments.bytes_of("the ceiling", ceiling),
             always=always,
         )
         self._groups = self._balloon.groups

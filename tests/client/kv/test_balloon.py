@@ -59,7 +59,6 @@ def check(balloon: Balloon) -> None:
     assert groups.charged_bytes == sum(sums) - sums[HELD]
     for state in LIFECYCLE:
         assert groups.groups_in(state) == [group for group, found in enumerate(states) if found == state]
-    assert balloon.ceiling is None or groups.charged_bytes <= balloon.ceiling
 
 
 def all_unused(blocks: Sequence[int]) -> Collection[int]:
@@ -92,8 +91,8 @@ def test_a_straddling_block_comes_with_its_second_page() -> None:
 
 
 def test_what_is_mapped_next() -> None:
-    """What the engine lacks is needed, and so is the floor. What is ahead is not. Nothing goes above the ceiling."""
-    balloon = Balloon(block_major(MIB, 20), floor=2 * PAGE, ahead=PAGE, ceiling=4 * PAGE)
+    """What the engine lacks is needed, and so is the floor. What is ahead is not."""
+    balloon = Balloon(block_major(MIB, 20), floor=2 * PAGE, ahead=PAGE)
     assert with_memory(balloon, 1) == [1]
     assert balloon.next_to_map(3) == (1, True)
     assert balloon.next_to_map(1) == (1, True), "below the floor"
@@ -101,7 +100,6 @@ def test_what_is_mapped_next() -> None:
     assert balloon.next_to_map(2) is None
     assert balloon.next_to_map(3) == (2, False), "2 blocks ahead"
     with_memory(balloon, 4, 2)
-    assert balloon.next_to_map(100) is None, "the ceiling"
     check(balloon)
 
 
@@ -263,13 +261,8 @@ def test_what_is_wanted_again_comes_back_without_a_request() -> None:
 
 
 def test_what_is_refused() -> None:
-    layout = block_major(MIB, 10)
     with pytest.raises(InvalidRequest, match="block 10"):
-        Balloon(layout, always=(10,))
-    with pytest.raises(InvalidRequest, match="floor"):
-        Balloon(layout, floor=4 * PAGE, ceiling=3 * PAGE)
-    with pytest.raises(InvalidRequest):
-        Balloon(layout, ceiling=PAGE - 1)
+        Balloon(block_major(MIB, 10), always=(10,))
 
 
 class Machine:
@@ -289,7 +282,6 @@ class Machine:
             floor=rng.choice([0, 0, largest, 3 * largest]),
             ahead=rng.choice([0, largest, 2 * largest]),
             keep=rng.choice([0, largest, total]),
-            ceiling=rng.choice([None, max(4 * largest, total // 2)]),
         )
         self.room = total
         self.engine = ToyEngine(blocks, rng, caches=rng.random() < 0.5, preempts=rng.random() < 0.7)
@@ -408,15 +400,10 @@ def test_random_traces(number: int) -> None:
     machine = Machine(seed + number)
     for _ in range(250):
         machine.step()
-    ceiling = machine.balloon.ceiling
-    fits = ceiling is None or ceiling >= sum(
-        map(machine.balloon.groups.layout.bytes_of, range(machine.balloon.groups.layout.groups))
-    )
-    if fits:
-        machine.drain()
-        balloon = machine.balloon
-        assert machine.engine.finished
-        largest = max(map(balloon.groups.layout.bytes_of, range(balloon.groups.layout.groups)))
-        stays = sum(map(balloon.groups.layout.bytes_of, balloon.groups.first)) + balloon.floor + 2 * largest
-        ahead = balloon.ahead * balloon.groups.layout.block_bytes
-        assert balloon.groups.charged_bytes <= stays + ahead + (balloon.keep if machine.engine.caches else 0) + largest
+    machine.drain()
+    balloon = machine.balloon
+    assert machine.engine.finished
+    largest = max(map(balloon.groups.layout.bytes_of, range(balloon.groups.layout.groups)))
+    stays = sum(map(balloon.groups.layout.bytes_of, balloon.groups.first)) + balloon.floor + 2 * largest
+    ahead = balloon.ahead * balloon.groups.layout.block_bytes
+    assert balloon.groups.charged_bytes <= stays + ahead + (balloon.keep if machine.engine.caches else 0) + largest

@@ -116,11 +116,6 @@ def test_an_engine_without_blocks_waits_for_more(lender: Recalled) -> None:
         assert cache.is_growing, "what has come is not taken yet"
         steps(cache, engine, lambda: engine.finished)
         assert not cache.is_growing, "nothing is wanted"
-    with serving(lender, another := an_engine(), ceiling=2 * PAGE) as cache:
-        another.add(Request(10))
-        steps(cache, another, lambda: cache.stats().charged_bytes == 2 * PAGE)
-        until(lambda: not (cache.grow() or cache.is_growing))  # what comes last is not taken by a step
-        assert cache.stats().refusals == 0, "nobody was asked for what is above the ceiling"
 
 
 def test_nothing_goes_before_its_fence(lender: Recalled) -> None:
@@ -237,7 +232,7 @@ def test_ahead_is_mapped_before_it_is_needed(lender: Recalled) -> None:
 
 
 def test_each_question_says_how_much_is_wanted_besides(lender: Recalled, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The broker then asks others for all of it at once. No more than the ceiling is wanted."""
+    """The broker then asks others for all of it at once."""
     borrow, wanted = lender.borrow, []
 
     def noted(size: int, count: int, *arguments: object, **hints: int) -> None:
@@ -248,9 +243,9 @@ def test_each_question_says_how_much_is_wanted_besides(lender: Recalled, monkeyp
     monkeypatch.setattr(state, "SHORT_SECONDS", DEADLINE_SECONDS)
     monkeypatch.setattr(state, "ASK_GROUPS", 3)
     monkeypatch.setattr(state, "MOST_GROUPS", 3)
-    with serving(lender, an_engine(), block=PAGE, ceiling=10 * PAGE) as cache:
-        for want, blocks in ((5, 5), (20, 10)):
-            cache.want(want)
+    with serving(lender, an_engine(), block=PAGE) as cache:
+        for blocks in (5, 10):
+            cache.want(blocks)
             until(lambda: cache.stats().blocks == blocks)  # noqa: B023 - it is called at once
     assert [size // PAGE for size, _ in wanted] == [1, 3, 1, 3, 2], "several pages at once"
     assert [more // PAGE for _, more in wanted] == [0, 4, 1, 5, 2], "0: the block that is always there"
@@ -290,9 +285,10 @@ def test_an_engine_at_rest_shrinks_by_itself(lender: Recalled, monkeypatch: pyte
 
 
 def test_bounds(lender: Recalled) -> None:
-    """The floor is there from the beginning and stays; the ceiling is not passed, whatever is needed."""
+    """The floor is there from the beginning and stays; the limit is not passed, whatever is needed."""
     engine = an_engine()
-    with serving(lender, engine, block=MIB, floor=3 * PAGE, ceiling=5 * PAGE) as cache:
+    lender.capacity = 5 * PAGE
+    with serving(lender, engine, block=MIB, floor=3 * PAGE) as cache:
         until(lambda: lender.lent_bytes == 3 * PAGE)
         engine.add(Request(7, decode_left=1 << 60))
         engine.add(Request(7))
@@ -480,8 +476,6 @@ def test_what_is_refused(lender: Recalled) -> None:
         layout = Layout(pool.base_address, PAGE, BLOCKS, [tensor])
         with pytest.raises(InvalidRequest):
             ElasticCache(pool, Layout(pool.base_address, PAGE // 2, BLOCKS, [tensor]))
-        with pytest.raises(InvalidRequest, match="ceiling"):
-            ElasticCache(pool, layout, floor="4MiB", ceiling="2MiB")
         with pytest.raises(InvalidRequest, match="floor"):
             ElasticCache(pool, layout, floor=-1)
         for more in ({"spare_pages": 1}, {"ahead": 1}):

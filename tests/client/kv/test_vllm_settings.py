@@ -31,8 +31,8 @@ from membroker.types import Available
 
 def test_settings_have_the_names_of_the_library() -> None:
     assert settings_of({}) == VllmSettings()
-    found = settings_of({"model": "chat", "limit": "8GiB", "floor": 1 << 30, "ceiling": "16GiB", "keep": 0})
-    assert found == VllmSettings(model="chat", limit="8GiB", floor=1 << 30, ceiling="16GiB", keep=0)
+    found = settings_of({"model": "chat", "limit": "8GiB", "floor": 1 << 30, "keep": 0})
+    assert found == VllmSettings(model="chat", limit="8GiB", floor=1 << 30, keep=0)
 
 
 def test_the_name_that_a_user_chooses_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +81,6 @@ def test_the_settings_of_one_connector_of_several_are_found() -> None:
     [
         ({}, 4, None),
         ({}, 5, "needs 8 bytes of KV cache, and 'chat' may borrow 7 beside 5 for other memory: lower --max-model-len"),
-        ({"ceiling": 8}, 4, None),
-        ({"ceiling": 7}, 0, "needs 8 bytes of KV cache, and 'chat' may borrow 7: lower --max-model-len"),
         ({"floor": 12}, 0, None),
         ({"floor": 13}, 0, "a floor of 13 bytes can never be reached: 'chat' may borrow 12"),
         ({"floor": 11}, 2, "a floor of 11 bytes can never be reached: 'chat' may borrow 10 beside 2"),
