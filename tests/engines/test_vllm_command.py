@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from membroker.kv.vllm.arguments import arguments
+from membroker.kv import command
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
 
@@ -19,7 +19,9 @@ import membroker.kv.vllm
 
 
 def parsed(*words: str) -> object:
-    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args([*words, *arguments(words, 60 << 30)[0]])
+    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(
+        [*words, *command.vllm(words, 60 << 30)[0]]
+    )
 
 
 def test_the_options_are_vllms() -> None:

@@ -1,7 +1,7 @@
 """What `membroker run` adds to the command of an engine, so that its KV cache is elastic.
 
-Owns how such a command is recognized, and what the user is told. What an engine needs is in its package of
-`membroker.kv`. It never changes an option or a variable that the user has given.
+Owns how such a command is recognized, and what the user is told. What an engine needs is in
+`membroker.kv.command`. It never changes an option or a variable that the user has given.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def add(
     `capacity` is how many bytes of addresses its cache gets. Raises `InvalidRequest` if the command's own options keep
     the cache from being elastic.
     """
-    module = import_module(f"membroker.kv.{engine}.arguments")  # takes longer than the rest of `membroker run`
-    words, wanted = module.arguments(command, capacity)
+    module = import_module("membroker.kv.command")  # takes longer than the rest of `membroker run`
+    words, wanted = getattr(module, engine)(command, capacity)
     variables = {name: value for name, value in wanted.items() if name not in environment}
     added_words = [
         *(f"{name}={shlex.quote(value)}" for name, value in variables.items()),

@@ -10,9 +10,8 @@ import pytest
 
 from membroker import InvalidRequest
 from membroker.cli.engines import engine_of
-from membroker.kv.sglang import arguments as sglang
+from membroker.kv import command as engines
 from membroker.kv.sglang.settings import VARIABLE, SglangSettings, settings_of
-from membroker.kv.vllm import arguments as vllm
 
 OURS = ["--kv-transfer-config", "--worker-cls", "--kv-cache-memory-bytes", "--gpu-memory-utilization"]
 OTHER = '{"kv_connector":"LMCacheConnector","kv_role":"kv_both"}'
@@ -39,7 +38,7 @@ def test_the_command_says_which_engine_it_starts(command: str, engine: str | Non
 
 
 def test_vllm_gets_what_it_lacks() -> None:
-    words, variables = vllm.arguments(["vllm", "serve", "m"], 60 << 30)
+    words, variables = engines.vllm(["vllm", "serve", "m"], 60 << 30)
     assert words[::2] == OURS
     values = dict(zip(words[::2], words[1::2], strict=True))
     assert json.loads(values["--kv-transfer-config"])["kv_connector"] == "Membroker"
@@ -61,7 +60,7 @@ def test_vllm_gets_what_it_lacks() -> None:
     ],
 )
 def test_what_the_user_gives_stays(given: str, flag: str) -> None:
-    words, _ = vllm.arguments(["vllm", "serve", "m", *shlex.split(given)], 1 << 30)
+    words, _ = engines.vllm(["vllm", "serve", "m", *shlex.split(given)], 1 << 30)
     assert words[::2] == [name for name in OURS if name != flag]
 
 
@@ -69,14 +68,14 @@ def test_what_the_user_gives_stays(given: str, flag: str) -> None:
 def test_another_connector_is_an_error(given: list[str]) -> None:
     """With it the KV cache would be vLLM's own: no memory would be shared, and nothing would say so."""
     with pytest.raises(InvalidRequest, match="names another connector"):
-        vllm.arguments(["vllm", "serve", "m", *given, "--port", "1"], 1 << 30)
+        engines.vllm(["vllm", "serve", "m", *given, "--port", "1"], 1 << 30)
 
 
 def test_what_is_in_the_file_of_config_is_given(tmp_path: Path) -> None:
     """vLLM lets the command line win over the file, so what is in the file is not added again."""
     file = tmp_path / "vllm.yaml"
     command = ["vllm", "serve", "--config", str(file)]
-    assert vllm.arguments(command, 1)[0][::2] == OURS, "vLLM says that there is no such file"
+    assert engines.vllm(command, 1)[0][::2] == OURS, "vLLM says that there is no such file"
     file.write_text(
         "model: m  # kv-transfer-config: none\n"
         "# worker-cls: mine.Worker\n"
@@ -87,14 +86,14 @@ def test_what_is_in_the_file_of_config_is_given(tmp_path: Path) -> None:
         "  worker-cls: 7\n"
         "port: 8001\n"
     )
-    assert vllm.arguments(command, 1)[0][::2] == ["--worker-cls", "--gpu-memory-utilization"]
+    assert engines.vllm(command, 1)[0][::2] == ["--worker-cls", "--gpu-memory-utilization"]
     file.write_text("kv-transfer-config:\n  kv_connector: Other\nserved-model-name: Membroker\n")
     with pytest.raises(InvalidRequest, match="names another connector"):
-        vllm.arguments(command, 1)
+        engines.vllm(command, 1)
 
 
 def test_sglang_gets_what_it_lacks() -> None:
-    words, variables = sglang.arguments(["sglang", "serve"], 1 << 30)
+    words, variables = engines.sglang(["sglang", "serve"], 1 << 30)
     assert words == ["--page-size", "64"]
     assert settings_of(variables[VARIABLE]) == SglangSettings(capacity=1 << 30)
-    assert sglang.arguments(["sglang", "serve", "--page-size=32"], 1)[0] == []
+    assert engines.sglang(["sglang", "serve", "--page-size=32"], 1)[0] == []
