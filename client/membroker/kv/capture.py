@@ -24,15 +24,8 @@ from .layout import Strided
 
 _MAKERS = (torch.zeros, torch.empty)
 _FILLERS = (torch.Tensor.fill_, torch.Tensor.zero_)
-_PLAIN: Mapping[str, tuple[object, ...]] = {
-    "out": (None,),
-    "layout": (None, torch.strided),
-    "pin_memory": (None, False),
-    "requires_grad": (False,),
-    "memory_format": (None, torch.contiguous_format),
-    "names": (None,),
-}
-"""Arguments with which a tensor is still plain memory, so that addresses can take its place."""
+_PLAIN = {"size", "dtype", "device"}
+"""With other arguments a tensor may be more than plain memory, and is torch's own."""
 MAX_PARTS = 1 << 16
 """The most parts that `strided` makes of one tensor."""
 
@@ -43,28 +36,25 @@ class Capture(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         with Capture(pool) as capture:
             engine.allocate_kv_cache()
 
-    A KV tensor is a tensor on the pool's device with at least one page of bytes. If `wanted` is given,
-    `wanted(shape, dtype)` must also be true. Each KV tensor begins at a page boundary, the first at byte `offset` of
-    the pool. Pages are zero when they are mapped, as `torch.zeros` promises. Nothing may read or write a tensor before
-    its pages are mapped: such an access ends the process on the host, and the CUDA context on a GPU. So an engine that
-    fills its KV tensors right after it makes them cannot be captured.
+    A KV tensor is a tensor on the pool's device with at least one page of bytes, of which the engine says no more than
+    the size, the dtype and the device. If `wanted` is given, `wanted(shape, dtype)` must also be true. Each KV tensor
+    begins at a page boundary, the first at the pool's beginning. Pages are zero when they are mapped, as `torch.zeros`
+    promises. Nothing may read or write a tensor before its pages are mapped: such an access ends the process on the
+    host, and the CUDA context on a GPU. So an engine that fills its KV tensors right after it makes them cannot be
+    captured.
 
     Only calls of the current thread are captured. The torch call raises `OutOfVirtualMemory` if the pool has not enough
     addresses left.
     """
 
     def __init__(
-        self,
-        pool: VirtualMemoryPool,
-        *,
-        offset: int = 0,
-        wanted: Callable[[tuple[int, ...], torch.dtype], bool] | None = None,
+        self, pool: VirtualMemoryPool, *, wanted: Callable[[tuple[int, ...], torch.dtype], bool] | None = None
     ) -> None:
         super().__init__()
         self._pool = pool
         self._device = device_of(pool.lender.driver.device)
         self._wanted = wanted
-        self._next = round_up(offset, pool.page_size)
+        self._next = 0
         self.ranges: list[tuple[int, int]] = []
         """The offset and the size in bytes of each tensor, in the order they were made."""
 
@@ -84,10 +74,8 @@ class Capture(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         """Return the shape and the dtype of a KV tensor, or None for any other one."""
         size = args if args else (kwargs.get("size"),)
         shape = tuple(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
-        if not all(isinstance(length, int) and length > 0 for length in shape):
+        if not all(isinstance(length, int) and length > 0 for length in shape) or not kwargs.keys() <= _PLAIN:
             return None  # torch says what is wrong
-        if any(name in kwargs and kwargs[name] not in plain for name, plain in _PLAIN.items()):
-            return None
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         if not self._is_here(kwargs.get("device")) or math.prod(shape) * dtype.itemsize < self._pool.page_size:
             return None
