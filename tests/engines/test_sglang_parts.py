@@ -178,7 +178,7 @@ def test_an_idle_scheduler_lets_the_thread_that_unmaps_have_the_interpreter(
     try:
         thread.start()
         while going[0] and turns < 50_000:
-            memory.turn(scheduler.running_batch, None)
+            memory.turn(scheduler, scheduler.running_batch, None)
             turns += 1
         assert not going[0], "the thread was given nothing in 50,000 turns"
     finally:
@@ -201,10 +201,10 @@ def test_an_engine_ends_that_can_borrow_no_more(blocks: SglangBlocks, scheduler:
         lender.before_borrow = unknown
         cache.want(20)
         until(lambda: not cache._threads[0].is_alive())
-        memory.turn(scheduler.running_batch, None)
+        memory.turn(scheduler, scheduler.running_batch, None)
         scheduler.running_batch.reqs.clear()
         with pytest.raises(ClosedError):
-            memory.turn(scheduler.running_batch, None)
+            memory.turn(scheduler, scheduler.running_batch, None)
 
 
 class TestPrefixes:
@@ -353,41 +353,40 @@ class TestRetraction:
             batch.reqs = [reqs[at] for at in keep_indices]
 
         def check_decode_mem(selected_indices: list[int] | None = None) -> bool:
-            return hooks._has_memory(
+            return blocks.has_memory(
                 lambda *_: allocator.available_size() >= batch.lacks * PAGE, batch, selected_indices
             )
 
         batch.release_req, batch.filter_batch, batch.check_decode_mem = release_req, filter_batch, check_decode_mem
-        batch._get_decode_retraction_order = lambda reqs: hooks._order(
+        batch._get_decode_retraction_order = lambda reqs: blocks.order(
             ScheduleBatch._get_decode_retraction_order(reqs), reqs
         )
-        monkeypatch.setattr(hooks, "_current", SimpleNamespace(blocks=blocks))
         scheduler.running_batch.reqs.extend(reqs)
         monkeypatch.setattr(schedule_batch, "get_schedule", lambda: SimpleNamespace(retraction_policy="length"))
         return batch
 
-    def retract(self, batch: Any) -> tuple[list[int], list[int], list[Any]]:
+    def retract(self, batch: Any, blocks: SglangBlocks) -> tuple[list[int], list[int], list[Any]]:
         """Retract, and return the rows of what was retracted, of what is left, and what is aborted."""
-        retracted, ratio, aborted = hooks._retracted(batch.retract_decode(), batch)
+        retracted, ratio, aborted = blocks.retracted(batch.retract_decode(), batch)
         assert 0 <= ratio <= 1
         assert all(req.to_finish is None for req in retracted)
         return [req.kv.req_pool_idx for req in retracted], [req.kv.req_pool_idx for req in batch.reqs], aborted
 
-    def test_as_many_go_as_others_need(self, batch: Any) -> None:
+    def test_as_many_go_as_others_need(self, batch: Any, blocks: SglangBlocks) -> None:
         batch.lacks = 2
         assert not batch.check_decode_mem()
-        assert self.retract(batch) == ([1, 2], [4, 3], [])
+        assert self.retract(batch, blocks) == ([1, 2], [4, 3], [])
 
-    def test_the_last_one_waits_and_is_not_aborted(self, batch: Any) -> None:
+    def test_the_last_one_waits_and_is_not_aborted(self, batch: Any, blocks: SglangBlocks) -> None:
         batch.lacks = 9
-        assert self.retract(batch) == ([1, 2, 3, 4], [], [])
+        assert self.retract(batch, blocks) == ([1, 2, 3, 4], [], [])
 
-    def test_a_beam_search_is_aborted_because_sglang_cannot_retract_it(self, batch: Any) -> None:
+    def test_a_beam_search_is_aborted_because_sglang_cannot_retract_it(self, batch: Any, blocks: SglangBlocks) -> None:
         req = batch.reqs[3]
         req.beam_group, req.to_finish = object(), "aborted"
         waits = batch.reqs[0]
         waits.to_finish = "aborted"
-        retracted, _, aborted = hooks._retracted(([], 0.5, [req, waits]), batch)
+        retracted, _, aborted = blocks.retracted(([], 0.5, [req, waits]), batch)
         assert (retracted, waits.to_finish, aborted, req.to_finish) == ([waits], None, [req], "aborted")
 
     def test_a_recall_takes_the_users_of_its_pages(self, batch: Any, scheduler: Any, blocks: SglangBlocks) -> None:
@@ -397,14 +396,14 @@ class TestRetraction:
         assert blocks.preempt([2, 4])
         assert (blocks.is_preempting, scheduler.running_batch.batch_is_full) == (True, True)
         assert not batch.check_decode_mem()
-        assert self.retract(batch) == ([2, 4], [3, 1], [])
+        assert self.retract(batch, blocks) == ([2, 4], [3, 1], [])
         assert not blocks.is_preempting
         assert batch.check_decode_mem()
 
     def test_a_recall_takes_the_last_request(self, batch: Any, blocks: SglangBlocks) -> None:
         blocks.preempt([1, 2, 3, 4])
         assert not batch.check_decode_mem()
-        assert self.retract(batch) == ([1, 2, 3, 4], [], [])
+        assert self.retract(batch, blocks) == ([1, 2, 3, 4], [], [])
 
     def test_a_recall_of_what_no_running_request_uses_retracts_none(self, batch: Any, blocks: SglangBlocks) -> None:
         blocks.preempt([7])
@@ -439,7 +438,7 @@ class TestPools:
         opened: list[Any] = []
         memory.settings, memory._open = SglangSettings(), lambda *found: opened.extend(found)
         create = kind._create_buffers
-        monkeypatch.setattr(kind, "_create_buffers", lambda kvcache: memory.create_buffers(kvcache, create))
+        monkeypatch.setattr(kind, "_create_buffers", lambda kvcache: memory.create_buffers(create, kvcache))
         lender = memory._model = Recalled()
         with closing(lender.device), closing(lender.driver):
             kind(16384, 32, dtype, layer_num=3, device="cpu", enable_memory_saver=False, **shape)

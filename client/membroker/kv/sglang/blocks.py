@@ -134,22 +134,29 @@ class SglangBlocks:
         """Whether requests are to be retracted."""
         return bool(self._unwanted)
 
-    def must_retract(self, reqs: Sequence[Any], kept: Collection[int] | None) -> bool:
-        """Return whether a recall wants more of the running batch retracted than what is not among `kept`."""
-        if kept is None:
-            self._users = self._users_in(reqs)
-        return bool(self._users) if kept is None else not self._users.isdisjoint(kept)
+    def has_memory(
+        self, original: Callable[..., bool], batch: Any, selected_indices: Collection[int] | None = None
+    ) -> bool:
+        """Around `ScheduleBatch.check_decode_mem`: without memory SGLang retracts, and so it does for a recall.
 
-    def order(self, order: list[int]) -> list[int]:
-        """Return SGLang's order of that batch with the users of unwanted pages at its end, where it retracts first."""
+        `selected_indices` are those that it has not retracted yet; None: it has retracted none.
+        """
+        if selected_indices is None:
+            self._users = self._users_in(batch.reqs)
+        is_asked_back = bool(self._users) if selected_indices is None else not self._users.isdisjoint(selected_indices)
+        return not is_asked_back and original(batch, selected_indices)
+
+    def order(self, order: list[int], reqs: Any) -> list[int]:
+        """After `ScheduleBatch._get_decode_retraction_order`: users of unwanted pages come last, and go first."""
         return sorted(order, key=self._users.__contains__)
 
-    def retracted(self, retracted: list[Any], ratio: float, aborted: list[Any]) -> tuple[list[Any], float, list[Any]]:
-        """End a retraction: return what SGLang retracted and aborted, but that the last request waits, too.
+    def retracted(self, result: tuple[list[Any], float, list[Any]], batch: Any) -> tuple[list[Any], float, list[Any]]:
+        """After `ScheduleBatch.retract_decode`, which ends a retraction: the last request waits, too.
 
         SGLang aborts it if it has no room, and keeps it otherwise. Here the memory will come. It cannot retract a beam
         search.
         """
+        retracted, ratio, aborted = result
         self._unwanted = self._users = frozenset()
         waits = [req for req in aborted if req.beam_group is None]
         for req in waits:

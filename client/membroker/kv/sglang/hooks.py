@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Final
 
 from sglang.srt.arg_groups.model_override_base import resolved_view
@@ -21,7 +22,6 @@ from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from ...errors import InvalidRequest
-from ...ext import arguments
 from . import seams
 from .memory import SglangMemory
 from .settings import VARIABLE, check_supported, settings_of
@@ -49,9 +49,6 @@ def current() -> SglangMemory:
     return _current
 
 
-# Where the cache is made
-
-
 def _load_model(runner: Any) -> None:
     """Before `ModelRunner.load_model`: the place of all refusals."""
     settings_of(os.environ[VARIABLE])
@@ -74,88 +71,35 @@ def _configure(config: Any, **options: Any) -> None:
     _current = SglangMemory(settings_of(os.environ[VARIABLE]), config)
 
 
-def _available_bytes(original: Callable[..., int], config: Any, pre_model_load_memory: Any) -> int:
-    """Around `_profile_available_bytes`: the cache is as large as `capacity`, whatever the GPU has free."""
-    if (capacity := current().settings.capacity) is None:
-        return original(config, pre_model_load_memory)
-    return arguments.bytes_of("capacity", capacity)
-
-
-def _create_buffers(original: Callable[[Any], None], kvcache: Any) -> None:
-    """Around `_create_buffers` of the pools: the KV tensors are addresses."""
-    if type(kvcache).__name__ not in ("MHATokenToKVPool", "MLATokenToKVPool"):
-        raise InvalidRequest(f"membroker.kv.sglang does not serve a KV cache of class {type(kvcache).__name__}")
-    current().create_buffers(kvcache, original)
-
-
-def _allocator(plain: Any, config: Any, **options: Any) -> Any:
-    """After `_build_token_to_kv_pool_allocator`: another one takes the place of SGLang's own."""
-    return current().allocator(plain)
-
-
-def _capture_graphs(original: Callable[[Any], None], scheduler: Any) -> None:
-    """Around `Scheduler.init_all_cuda_graphs`."""
-    with current().capturing():
-        original(scheduler)
-
-
-# Where the scheduler works
-
-
-def _run(scheduler: Any) -> None:
-    """Before `Scheduler.run_event_loop`: everything is there, and no request is."""
-    current().attach(scheduler)
-
-
-def _turn(scheduler: Any, running_batch: Any, last_batch: Any) -> None:
-    """Before `Scheduler.get_next_batch_to_run`: all that was scheduled before is launched."""
-    current().turn(running_batch, last_batch)
-
-
-def _has_memory(original: Callable[..., bool], batch: Any, selected_indices: Any = None) -> bool:
-    """Around `ScheduleBatch.check_decode_mem`: without memory SGLang retracts, and so it does for a recall."""
-    return not current().blocks.must_retract(batch.reqs, selected_indices) and original(batch, selected_indices)
-
-
-def _order(order: list[int], reqs: Any) -> list[int]:
-    """After `ScheduleBatch._get_decode_retraction_order`: those that a recall wants retracted go first."""
-    return current().blocks.order(order)
-
-
-def _retracted(result: Any, batch: Any) -> Any:
-    """After `ScheduleBatch.retract_decode`: the last request waits for memory, and is not aborted."""
-    return current().blocks.retracted(*result)
-
-
-# Where SGLang counts
-
-
-def _check_pool(checker: Any, ps: Any, uncached: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before `SchedulerInvariantChecker._check_full_pool`: tokens without memory are neither free nor lost."""
-    return (checker, ps, uncached + current().held_tokens), {}
-
-
-def _token_info(stats: Any, observer: Any) -> None:
-    """After `SchedulerPoolStatsObserver._get_token_info`: the usage is that of what has memory."""
-    held = current().held_tokens
-    stats.full_num_used -= held
-    stats.full_token_usage = stats.full_num_used / max(1, observer.max_total_num_tokens - held)
+def _with(name: str) -> Callable[..., Any]:
+    """Return the hook that is a method of this process's engine, or of its blocks."""
+    found = attrgetter(name)
+    return lambda *args, **options: found(current())(*args, **options)
 
 
 HOOKS: Final = {
+    # Where the cache is made
     "sglang.srt.model_executor.model_runner.ModelRunner.load_model": (HookType.BEFORE, _load_model),
     f"{_CONFIGURATOR}.configure": (HookType.BEFORE, _configure),
-    f"{_CONFIGURATOR}._profile_available_bytes": (HookType.AROUND, _available_bytes),
-    f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator": (HookType.AFTER, _allocator),
-    f"{_MEM_CACHE}.memory_pool.MHATokenToKVPool._create_buffers": (HookType.AROUND, _create_buffers),
-    f"{_MEM_CACHE}.memory_pool.MLATokenToKVPool._create_buffers": (HookType.AROUND, _create_buffers),
-    f"{_SCHEDULER}.init_all_cuda_graphs": (HookType.AROUND, _capture_graphs),
-    f"{_SCHEDULER}.run_event_loop": (HookType.BEFORE, _run),
-    f"{_SCHEDULER}.get_next_batch_to_run": (HookType.BEFORE, _turn),
-    f"{_BATCH}.check_decode_mem": (HookType.AROUND, _has_memory),
-    f"{_BATCH}._get_decode_retraction_order": (HookType.AFTER, _order),
-    f"{_BATCH}.retract_decode": (HookType.AFTER, _retracted),
-    f"{_COMPONENTS}.invariant_checker.SchedulerInvariantChecker._check_full_pool": (HookType.BEFORE, _check_pool),
-    f"{_COMPONENTS}.pool_stats_observer.SchedulerPoolStatsObserver._get_token_info": (HookType.AFTER, _token_info),
+    f"{_CONFIGURATOR}._profile_available_bytes": (HookType.AROUND, _with("available_bytes")),
+    f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator": (HookType.AFTER, _with("allocator")),
+    f"{_MEM_CACHE}.memory_pool.MHATokenToKVPool._create_buffers": (HookType.AROUND, _with("create_buffers")),
+    f"{_MEM_CACHE}.memory_pool.MLATokenToKVPool._create_buffers": (HookType.AROUND, _with("create_buffers")),
+    f"{_SCHEDULER}.init_all_cuda_graphs": (HookType.AROUND, _with("capture_graphs")),
+    # Where the scheduler works
+    f"{_SCHEDULER}.run_event_loop": (HookType.BEFORE, _with("attach")),
+    f"{_SCHEDULER}.get_next_batch_to_run": (HookType.BEFORE, _with("turn")),
+    f"{_BATCH}.check_decode_mem": (HookType.AROUND, _with("blocks.has_memory")),
+    f"{_BATCH}._get_decode_retraction_order": (HookType.AFTER, _with("blocks.order")),
+    f"{_BATCH}.retract_decode": (HookType.AFTER, _with("blocks.retracted")),
+    # Where it counts
+    f"{_COMPONENTS}.invariant_checker.SchedulerInvariantChecker._check_full_pool": (
+        HookType.BEFORE,
+        _with("check_pool"),
+    ),
+    f"{_COMPONENTS}.pool_stats_observer.SchedulerPoolStatsObserver._get_token_info": (
+        HookType.AFTER,
+        _with("token_info"),
+    ),
 }
 """What each target is given: the registry's table, and the list that `_load_model` looks through."""

@@ -1,14 +1,13 @@
 """The memory of one SGLang engine's KV cache: its pool, its `ElasticCache`, and the fences of its work.
 
-Owns what the hooks share, in the process of SGLang's scheduler. Only the start of an engine waits for the broker.
+Owns what most hooks do, in the process of SGLang's scheduler. Only the start of an engine waits for the broker.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,8 +52,16 @@ class SglangMemory:
 
     # At the start
 
-    def create_buffers(self, kvcache: Any, original: Callable[[Any], None]) -> None:
-        """Let SGLang make the KV tensors of `kvcache` as addresses of a pool, and map its page 0."""
+    def available_bytes(self, original: Callable[..., int], config: Any, pre_model_load_memory: Any) -> int:
+        """Around `_profile_available_bytes`: the cache is as large as `capacity`, whatever the GPU has free."""
+        if (capacity := self.settings.capacity) is None:
+            return original(config, pre_model_load_memory)
+        return arguments.bytes_of("capacity", capacity)
+
+    def create_buffers(self, original: Callable[[Any], None], kvcache: Any) -> None:
+        """Around `_create_buffers` of the pools: the KV tensors are addresses of a pool, and page 0 is mapped."""
+        if type(kvcache).__name__ not in ("MHATokenToKVPool", "MLATokenToKVPool"):
+            raise InvalidRequest(f"membroker.kv.sglang does not serve a KV cache of class {type(kvcache).__name__}")
         page = arguments.bytes_of("page_size", self.settings.page_size or PAGE)
         rows = kvcache.size + kvcache.page_size
         is_mla = hasattr(kvcache, "kv_cache_dim")
@@ -82,22 +89,21 @@ class SglangMemory:
         self._cache = self.settings.elastic(pool, layout)
         say_cache(pool, layout, self._model, "layer-major", f"pages of {tokens} tokens", logger)
 
-    def allocator(self, plain: Any) -> Allocator:
-        """Return the allocator in place of SGLang's own."""
+    def allocator(self, plain: Any, config: Any, **options: Any) -> Allocator:
+        """After `_build_token_to_kv_pool_allocator`: another one takes the place of SGLang's own."""
         if not hasattr(self, "_cache"):
             raise InvalidRequest("SGLang has made a KV cache that membroker.kv.sglang does not serve")
         self._allocator = Allocator(plain)
         assert self._allocator.pages == self._cache.layout.blocks
         return self._allocator
 
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Keep the library's threads away from the device while SGLang captures its graphs."""
+    def capture_graphs(self, original: Callable[[Any], None], scheduler: Any) -> None:
+        """Around `Scheduler.init_all_cuda_graphs`: the library's threads keep away from the device."""
         with self._cache.capturing(), self._client.defer_recalls():
-            yield
+            original(scheduler)
 
     def attach(self, scheduler: Any) -> None:
-        """Begin to serve: the scheduler has no request yet."""
+        """Before `Scheduler.run_event_loop`: everything is there, and no request is."""
         tree, allocator = scheduler.tree_cache, getattr(self, "_allocator", None)
         if allocator is None or scheduler.token_to_kv_pool_allocator is not allocator:
             raise InvalidRequest("SGLang has an allocator that membroker.kv.sglang does not serve")
@@ -114,11 +120,11 @@ class SglangMemory:
 
     # In the scheduler's loop
 
-    def turn(self, running: Any, last: Any) -> None:
-        """Take a turn, before the scheduler composes its next batch."""
+    def turn(self, scheduler: Any, running_batch: Any, last_batch: Any) -> None:
+        """Before `Scheduler.get_next_batch_to_run`: all that was scheduled before is launched."""
         blocks = self.blocks
         was_preempting = blocks.is_preempting
-        blocks.begin(running, last)
+        blocks.begin(running_batch, last_batch)
         has_waiting, runs_nothing = blocks.has_waiting, blocks.runs_nothing
         is_idle = runs_nothing and not has_waiting
         self._cache.turn(is_idle=is_idle)
@@ -126,16 +132,26 @@ class SglangMemory:
             self._sleeper.wake()
         if blocks.has_grown or was_preempting:
             blocks.has_grown = False
-            running.batch_is_full = blocks.is_preempting  # if not, SGLang looks at waiting requests again
+            running_batch.batch_is_full = blocks.is_preempting  # if not, SGLang looks at waiting requests again
         if runs_nothing and has_waiting:
             self._cache.wait(0.0)  # raises if no memory can come any more: else the scheduler would spin forever
         if is_idle and self._cache.stats().going_bytes:
             # An idle scheduler spins. Each page that the other thread unmaps would then wait 5 ms for the interpreter.
             time.sleep(IDLE_SECONDS)
 
-    @property
-    def held_tokens(self) -> int:
-        """How many tokens of SGLang's cache have no memory now."""
+    # Where SGLang counts
+
+    def check_pool(self, checker: Any, ps: Any, uncached: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before `SchedulerInvariantChecker._check_full_pool`: tokens without memory are neither free nor lost."""
+        return (checker, ps, uncached + self._held_tokens()), {}
+
+    def token_info(self, stats: Any, observer: Any) -> None:
+        """After `SchedulerPoolStatsObserver._get_token_info`: the usage is that of what has memory."""
+        held = self._held_tokens()
+        stats.full_num_used -= held
+        stats.full_token_usage = stats.full_num_used / max(1, observer.max_total_num_tokens - held)
+
+    def _held_tokens(self) -> int:
         return self._allocator.held_count * int(self._allocator.page_size)
 
 
