@@ -10,12 +10,13 @@ import logging
 import threading
 import time
 
+from .. import Recall
 from ..errors import ClosedError
 from .borrower import GroupBorrower
 from .engine import Engine, Fence
 from .layout import Layout
 from .ranks import Pages
-from .state import FENCE_SECONDS, LOOK_SECONDS, CacheRecall, CacheState
+from .state import FENCE_SECONDS, LOOK_SECONDS, CacheState
 
 logger: logging.Logger = logging.getLogger("membroker")
 
@@ -138,7 +139,7 @@ class Releaser:
             self._answer(recall)
             self._borrower.retry()
 
-    def _answer(self, recall: CacheRecall) -> None:
+    def _answer(self, recall: Recall) -> None:
         try:
             recall.done()
         except Exception:

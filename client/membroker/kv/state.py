@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
+from .. import Recall
 from ..errors import ClosedError
 from .balloon import Balloon
 from .engine import Engine, Fence
@@ -45,34 +46,6 @@ SHORT_SECONDS: Final = 0.05
 """A question that the broker has not answered after this time waits for others to release memory."""
 LOOKS_AT_REST: Final = 3
 """After so many looks that found nothing to release, an engine at rest has no more than it wants."""
-
-
-class CacheRecall(Protocol):
-    """A recall of the broker, as `membroker.Recall`."""
-
-    @property
-    def model(self) -> object:
-        """What memory is recalled from. A model has one open recall at a time."""
-        ...
-
-    @property
-    def remaining(self) -> int:
-        """Bytes that are still asked for."""
-        ...
-
-    @property
-    def deadline(self) -> float:
-        """When the answer is due, by `time.monotonic`."""
-        ...
-
-    @property
-    def is_guaranteed(self) -> bool:
-        """Whether a request within a guarantee waits for it. A raise can set it."""
-        ...
-
-    def done(self) -> None:
-        """Answer it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +83,7 @@ class CacheState:
         self._fences: dict[int, Fence] = {}
         self._unfenced: set[int] = set()
         """Groups that retire, and have no fence yet."""
-        self._recalls: dict[object, CacheRecall] = {}
+        self._recalls: dict[object, Recall] = {}
         """The open ones, by model: each rank of an engine has a model of its own."""
         self._answers = True
         """Whether recalls are answered: until `end`."""
@@ -120,7 +93,7 @@ class CacheState:
         """From when on a recall is not for the need of the one before it."""
         self._held_at = 0.0
         """When the engine made its last turn."""
-        self._tried: Collection[CacheRecall] = ()
+        self._tried: Collection[Recall] = ()
         """The recalls for which groups were chosen last."""
         self._is_asked_anew = False
         """Whether others want more back than when groups were chosen last."""
@@ -382,7 +355,7 @@ class CacheState:
         with self._lock:
             self._owed, self._is_asked_anew = self._owed + size, True
 
-    def recalled(self, recall: CacheRecall) -> bool:
+    def recalled(self, recall: Recall) -> bool:
         """Release what a recall asks for, or asks for now: it may be open, and raised. False if it is not answered."""
         with self._lock:
             if self._answers:
@@ -396,7 +369,7 @@ class CacheState:
                 self._tried = [tried for tried in self._tried if tried is not recall]
             return self._answers
 
-    def settled(self, *, has_engine: bool) -> CacheRecall | None:
+    def settled(self, *, has_engine: bool) -> Recall | None:
         """Return an open recall that is to be answered now and forget it, or return None.
 
         That is so if all of it is released, nothing more can be, or its time is nearly over.
@@ -410,7 +383,7 @@ class CacheState:
                     return self._recalls.pop(recall.model)
             return None
 
-    def end(self) -> list[CacheRecall]:
+    def end(self) -> list[Recall]:
         """Return the open recalls, which are to be answered now. None is answered after that."""
         with self._lock:
             self._answers = False
