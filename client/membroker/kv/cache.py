@@ -130,13 +130,8 @@ class ElasticCache(Closing):
 
     def _grow(self, engine: Engine) -> int:
         self.want(engine.need())
-        blocks = self.take()
-        if blocks:
-            try:
-                engine.release(blocks)
-            except Exception:
-                self._state.untaken(blocks)
-                raise
+        if blocks := self.take():
+            engine.release(blocks)
         return len(blocks)
 
     def turn(self, *, is_idle: bool = False) -> None:
@@ -198,14 +193,6 @@ class ElasticCache(Closing):
         """
         self._check_open()
         return self._state.take()
-
-    @property
-    def is_growing(self) -> bool:
-        """Whether blocks are on their way: `grow` would return some, or the broker is being asked for more.
-
-        It is also True while the broker refuses. `stats().refusals` counts the refusals.
-        """
-        return self._state.is_growing
 
     def shrink(self, size: int | str) -> None:
         """Release `size` bytes soon, as for a recall: free pages first, then busy pages by preemption.

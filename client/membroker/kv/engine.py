@@ -68,10 +68,7 @@ class Engine(Protocol):
         ...
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Put these blocks into the free list, at its end if it has an order. They have memory now.
-
-        If it raises, it must have put none of them there. The next `ElasticCache.grow` passes all of them again.
-        """
+        """Put these blocks into the free list, at its end if it has an order. They have memory now."""
         ...
 
     def fence(self) -> Fence:

@@ -140,11 +140,6 @@ class CacheState:
         with self._lock:
             return [] if self.is_suspended else self._groups.take()
 
-    def untaken(self, blocks: Collection[int]) -> None:
-        """Note that the engine does not have these blocks after all: the next `take` returns them again."""
-        with self._lock:
-            self._groups.held(blocks)
-
     def question(self) -> tuple[list[int], bool] | None:
         """Return the groups to borrow now, and whether to wait for them, or None. The caller tells the answer.
 
@@ -208,14 +203,6 @@ class CacheState:
         with self._changed:
             self._grows = False
             self._changed.notify_all()
-
-    @property
-    def is_growing(self) -> bool:
-        """Whether memory that is needed is there to be taken, is being borrowed, or will be asked for next."""
-        with self._lock:
-            is_asked = self._groups.asked_bytes or self._next_question() is not None
-            has_ready = self._groups.has_ready and not self.is_suspended
-            return has_ready or bool(is_asked and self._groups.available < self._want)
 
     # Shrinking
 

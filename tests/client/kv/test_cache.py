@@ -84,38 +84,19 @@ def test_the_scheduler_never_waits_for_the_broker(lender: Recalled) -> None:
         steps(cache, engine, lambda: engine.finished == 2)
 
 
-def test_blocks_that_the_engine_could_not_take_come_again(lender: Recalled, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = an_engine()
-    with serving(lender, engine) as cache:
-        engine.add(Request(10))
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, "release", broken)
-            cache.want(engine.need())
-            assert cache.wait(DEADLINE_SECONDS)
-            with pytest.raises(RuntimeError):
-                cache.grow()
-        steps(cache, engine, lambda: engine.finished)
-        with cache._state._lock:
-            check(cache._balloon)
-
-
 def test_an_engine_without_blocks_waits_for_more(lender: Recalled) -> None:
-    """It can run nothing. `wait` ends when the broker answers, and `is_growing` says whether an answer is worth it."""
+    """It can run nothing. `wait` ends when the broker answers, and the figures say whether an answer is worth it."""
     answer = threading.Event()
     engine = an_engine()
     with serving(lender, engine) as cache:
-        assert not cache.is_growing
         lender.before_borrow = lambda: answer.wait(DEADLINE_SECONDS)
         engine.add(Request(10))
         cache.grow()
-        assert cache.is_growing
+        assert cache.stats().blocks < cache.stats().wanted_blocks
         assert not cache.wait(0.01)
         answer.set()
         assert cache.wait(DEADLINE_SECONDS)
-        cache.want(0)
-        assert cache.is_growing, "what has come is not taken yet"
         steps(cache, engine, lambda: engine.finished)
-        assert not cache.is_growing, "nothing is wanted"
 
 
 def test_nothing_goes_before_its_fence(lender: Recalled) -> None:
