@@ -6,13 +6,13 @@ Owns the threads that do what `Ranks` asks, and passes on what the rank's broker
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from multiprocessing import AuthenticationError, current_process
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from hmac import compare_digest, digest
+from multiprocessing import current_process
+from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryDirectory
 from typing import Final
 
@@ -20,7 +20,7 @@ from .. import DEFERRED, Recall, VirtualMemoryPool
 from ..errors import ClosedError, InvalidRequest, ThreadLimit
 from ..ext import start_thread
 from ..types import SleepRequest, SleepStatus
-from .lines import Line, answer, hang_up
+from .lines import Line, answer
 from .pages import PoolPages
 
 CONNECTIONS: Final = 3
@@ -150,42 +150,39 @@ def awake(keep_awake: Callable[[int], bool]) -> Iterator[None]:
         keep_awake(-1)
 
 
+def connect(address: str, number: int) -> Connection:
+    """Return the connection of this number to the rank at `address`. Raises `OSError`."""
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(address)
+        line.sendall(bytes([number]) + _proof(address))
+        return Connection(line.detach())
+
+
 def _accept_scheduler(listener: socket.socket) -> list[Connection]:
     """Return the connections of the process that has the engine's key, in their order. Others are hung up on.
 
-    Each connection proves the key in a thread of its own, so one that says nothing, or half a word, holds up no other.
+    Each says its number and the proof in one piece. One that says nothing, or half of it, holds up no other.
     """
-    key, lock = bytes(current_process().authkey), threading.Lock()
-    begun: list[Connection] = []
-    proven: dict[int, Connection] = {}
+    proof = _proof(listener.getsockname())
+    silent: list[socket.socket] = []
+    found: dict[int, Connection] = {}
+    while len(found) < CONNECTIONS:
+        for ready in wait([listener, *silent]):
+            with suppress(ConnectionError):
+                if ready is listener:
+                    silent.append(listener.accept()[0])
+                    continue
+                assert isinstance(ready, socket.socket)
+                silent.remove(ready)
+                with ready:
+                    said = ready.recv(1 + len(proof))
+                    if compare_digest(said[1:], proof) and said[0] < CONNECTIONS and said[0] not in found:
+                        found[said[0]] = Connection(ready.detach())
+    for stranger in silent:
+        stranger.close()
+    return [found[number] for number in range(CONNECTIONS)]
 
-    def prove(number: int) -> None:
-        connection = begun[number]
-        try:
-            deliver_challenge(connection, key)
-            answer_challenge(connection, key)
-        except (AuthenticationError, EOFError, OSError):
-            with lock:
-                connection.close()
-            return
-        proven[number] = connection
-        if len(proven) >= CONNECTIONS:
-            listener.shutdown(socket.SHUT_RDWR)  # `accept` raises
 
-    while len(proven) < CONNECTIONS:
-        try:
-            accepted, _ = listener.accept()
-        except ConnectionError:
-            continue
-        except OSError:
-            if len(proven) >= CONNECTIONS:
-                break
-            raise
-        begun.append(Connection(accepted.detach()))
-        start_thread(prove, "membroker-kv-rank-key", len(begun) - 1)
-    ours = [connection for _, connection in sorted(proven.items())][:CONNECTIONS]
-    with lock:
-        for connection in begun:
-            if connection not in ours:
-                hang_up(connection)
-    return ours
+def _proof(address: str) -> bytes:
+    """Return what only a process of the engine can say to the rank at `address`."""
+    return digest(bytes(current_process().authkey), address.encode(), "sha256")

@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import current_process
-from multiprocessing.connection import Client, Connection, wait
+from multiprocessing.connection import Connection, wait
 from typing import Any, ClassVar, Final
 
 from .. import DEFERRED
@@ -29,7 +28,7 @@ from ..ext import Closing, arguments, start_thread
 from ..types import MemoryStats, SleepRequest, SleepStatus
 from .lines import Line, answer, hang_up
 from .pages import PoolPages, Range
-from .rank import CONNECTIONS, NO_ENGINE
+from .rank import CONNECTIONS, NO_ENGINE, connect
 
 _AGAIN_SECONDS: Final = 0.005
 """How often the ranks are asked which steps are over."""
@@ -223,11 +222,8 @@ class _RankLink(Closing):
     def __init__(self, address: str) -> None:
         with ExitStack() as undo:
             try:
-                self.connections = [
-                    undo.enter_context(Client(address, "AF_UNIX", bytes(current_process().authkey)))
-                    for _ in range(CONNECTIONS)
-                ]
-            except (EOFError, OSError) as error:
+                self.connections = [undo.enter_context(connect(address, number)) for number in range(CONNECTIONS)]
+            except OSError as error:
                 raise ClosedError(f"a rank of this engine has ended, or another `Ranks` has it: {error!r}") from error
             undo.pop_all()
         asking, telling, self.heard = self.connections

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import resource
 import socket
-import struct
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from multiprocessing import AuthenticationError, Pipe, current_process
-from multiprocessing.connection import Client, Connection
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, until
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.fake_broker import Caller
 
+from membroker.kv import rank
 from membroker.kv.lines import hang_up
-from membroker.kv.rank import CONNECTIONS, _accept_scheduler
+from membroker.kv.rank import CONNECTIONS
 
 STRANGERS = {
     "silent": b"",
-    "half a word": struct.pack("!i", 20) + b"half",
-    "too long": struct.pack("!i", 1 << 20),
-    "longer": struct.pack("!i", -1) + struct.pack("!Q", 1 << 40),
-    "negative": struct.pack("!i", -7),
-    "without the key": struct.pack("!i", 16) + 16 * b"k",
+    "half a word": b"\0half",
+    "too long": b"\0" + (1 << 16) * b"k",
+    "without the key": b"\0" + 32 * b"k",
 }
 
 
@@ -48,17 +46,16 @@ def stranger(listener: socket.socket, said: bytes) -> socket.socket:
 
 def connect(listener: socket.socket) -> list[Connection]:
     """Connect as the scheduler does."""
-    key = bytes(current_process().authkey)
-    return [Client(listener.getsockname(), "AF_UNIX", key) for _ in range(CONNECTIONS)]
+    return [rank.connect(listener.getsockname(), number) for number in range(CONNECTIONS)]
 
 
 @pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS.keys())
 def test_a_stranger_neither_ends_nor_delays_a_rank(listener: socket.socket, said: bytes) -> None:
     """More strangers than the backlog has room for come first, and one between; the engine is served all the same."""
-    rank = Caller(lambda: _accept_scheduler(listener))
+    waits = Caller(lambda: rank._accept_scheduler(listener))
     strangers = [stranger(listener, said) for _ in range(2 * CONNECTIONS)]
     ours = Caller(lambda: connect(listener))
-    theirs = rank.value()
+    theirs = waits.value()
     for number, (one, other) in enumerate(zip(ours.value(), theirs, strict=True)):
         one.send(number)
         assert other.recv() == number, "the connections have changed places"
@@ -69,17 +66,17 @@ def test_a_stranger_neither_ends_nor_delays_a_rank(listener: socket.socket, said
             while end.recv(1 << 16):
                 pass
         end.close()
-    until(lambda: not any(thread.name == "membroker-kv-rank-key" for thread in threading.enumerate()))
 
 
-def test_a_second_scheduler_with_the_key_is_hung_up_on(listener: socket.socket) -> None:
-    """It cannot come between: a rank that has its three connections takes no other."""
-    rank = Caller(lambda: _accept_scheduler(listener))
-    ours = connect(listener)
-    theirs = rank.value()
-    with pytest.raises((AuthenticationError, OSError)):
-        Client(listener.getsockname(), "AF_UNIX", bytes(current_process().authkey))
-    for connection in (*ours, *theirs):
+@pytest.mark.parametrize("number", [0, CONNECTIONS], ids=["a second one", "one too many"])
+def test_another_connection_with_the_key_is_hung_up_on(listener: socket.socket, number: int) -> None:
+    """It cannot come between: a rank has one connection of each number."""
+    waits = Caller(lambda: rank._accept_scheduler(listener))
+    first = rank.connect(listener.getsockname(), 0)
+    with rank.connect(listener.getsockname(), number) as other, pytest.raises((EOFError, ConnectionResetError)):
+        other.recv()
+    rest = [rank.connect(listener.getsockname(), number) for number in range(1, CONNECTIONS)]
+    for connection in (first, *rest, *waits.value()):
         connection.close()
 
 

@@ -315,7 +315,7 @@ def test_a_stranger_is_refused(start: Start) -> None:
         Ranks([engine.workers[0].ask("rank.address")], PAGE)
     address = engine.workers[0].ask("Rank(pool, lambda: 0).address")
     multiprocessing.current_process().authkey = b"another"
-    with pytest.raises(multiprocessing.AuthenticationError):
+    with pytest.raises(ClosedError):
         Ranks([address], PAGE)
     multiprocessing.current_process().authkey = KEY
     with Ranks([address], PAGE) as ranks:
