@@ -257,11 +257,6 @@ class ElasticCache(Closing):
         """What answers the broker and its operator: the pool's model, or None without a broker."""
         return self._pages.model
 
-    @property
-    def pages(self) -> Pages:
-        """The pages that have the memory."""
-        return self._pages
-
     def _first_ranges(self) -> list[tuple[int, int]]:
         return [span for group in self._groups.first for span in self.layout.ranges(group)]
 

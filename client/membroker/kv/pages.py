@@ -5,7 +5,7 @@ It must never decide what is borrowed or released: an `ElasticCache` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from .. import InvalidRequest, Model, VirtualMemoryPool
@@ -54,6 +54,3 @@ class PoolPages:
         """
         mapped = [span for span in ranges if self.pool.is_mapped(*span)]
         self.pool.free_ranges(mapped, after=Over() if is_over else None)
-
-    def on_use(self, callback: Callable[[int], bool]) -> None:
-        """Do nothing: all of the engine is in this process, and its `Sleeper` is told directly."""

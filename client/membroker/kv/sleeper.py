@@ -26,7 +26,7 @@ from ..types import SleepRequest, SleepStatus
 from ..vmm.sizes import format_size
 from .cache import CLOSE_SECONDS, ElasticCache
 from .rank import awake
-from .ranks import RankWeights
+from .ranks import Ranks, RankWeights
 
 logger: logging.Logger = logging.getLogger("membroker")
 
@@ -109,7 +109,8 @@ class Sleeper(Closing):
         if model is None:
             raise InvalidRequest("this cache has no pool of a model: no operator can ask it to sleep")
         self._model = model
-        cache.pages.on_use(self.keep_awake)
+        if isinstance(model, Ranks):
+            model.on_use(self.keep_awake)
         model.on_sleep(self.answer)
 
     # What the engine calls

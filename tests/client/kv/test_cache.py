@@ -431,7 +431,7 @@ def test_it_says_that_its_thread_has_ended(lender: Recalled, caplog: pytest.LogC
         another.add(Request(10))
         steps(cache, another, lambda: another.finished)
         lender.before_borrow = closed
-        cache.pages.pool.close()
+        cache._pages.pool.close()
         cache.close()
     assert not caplog.records
 
@@ -478,7 +478,7 @@ def test_a_close_ends_what_waits_for_blocks(lender: Recalled, what: str, call: C
         lender.capacity = 0
         waits = waiting.submit(call, cache)
         until(lambda: cache._state._changed._waiters)
-        (cache if what == "cache" else cache.pages.pool).close()
+        (cache if what == "cache" else cache._pages.pool).close()
         with pytest.raises(ClosedError):
             waits.result(DEADLINE_SECONDS)
         with pytest.raises(ClosedError):
@@ -507,7 +507,7 @@ def test_a_closed_pool_ends_its_threads(lender: Recalled) -> None:
     """A client that closes takes the pool along: the cache's threads end by themselves."""
     engine = an_engine()
     with serving(lender, engine) as cache:
-        cache.pages.pool.close()
+        cache._pages.pool.close()
         until(lambda: not any(thread.is_alive() for thread in cache._threads))
         with pytest.raises(ClosedError):
             cache.turn()

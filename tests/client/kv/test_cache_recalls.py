@@ -199,7 +199,7 @@ def test_a_recall_that_is_open_at_the_end_is_answered(lender: Recalled, what: st
         engine.add(Request(20, decode_left=1 << 60))
         steps(cache, engine, lambda: engine.running)
         recall = lender.recall(4 * PAGE)
-        (cache if what == "cache" else cache.pages.pool).close()
+        (cache if what == "cache" else cache._pages.pool).close()
         until(lambda: recall.answers)
         until(lambda: not cache._threads[1].is_alive())
         assert cache.answer(Recall(lender, PAGE)) is None, "there is no thread that would answer it"
