@@ -249,25 +249,22 @@ def test_an_engine_that_cannot_be_served_is_refused_in_a_sentence(other: dict[st
 
 
 @pytest.mark.parametrize(
-    ("spec", "group", "layout", "said"),
+    ("spec", "layout", "said"),
     [
-        (None, {}, "BLNHC", "a model without a KV cache"),
-        ({}, {"host_resident": True}, "BLNHC", "host memory"),
-        ({"has_layer_views": False}, {}, "BLNHC", "its layers lay out by themselves"),
-        ({}, {}, "LHBNC", "the layout LHBNC: leave VLLM_KV_CACHE_LAYOUT out"),
+        (None, "BLNHC", "a model without a KV cache"),
+        ({"has_layer_views": False}, "BLNHC", "its layers lay out by themselves"),
+        ({}, "LHBNC", "the layout LHBNC: leave VLLM_KV_CACHE_LAYOUT out"),
     ],
 )
-def test_a_cache_whose_blocks_are_elsewhere_is_refused(spec: Any, group: Any, layout: str, said: str) -> None:
-    def check(layout: str, group: Any, *specs: Any) -> None:
-        groups = [
-            SimpleNamespace(**{"host_resident": False, **group}, kv_cache_spec=SimpleNamespace(**one)) for one in specs
-        ]
+def test_a_cache_whose_blocks_are_elsewhere_is_refused(spec: Any, layout: str, said: str) -> None:
+    def check(layout: str, *specs: Any) -> None:
+        groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(**one)) for one in specs]
         check_cache(SimpleNamespace(kv_cache_groups=groups, kv_cache_layout=layout))
 
     one = {"has_layer_views": True}
-    check("LBHNC", {}, one, one)
+    check("LBHNC", one, one)
     with pytest.raises(InvalidRequest, match=said):
-        check(layout, group, *([] if spec is None else [one, {**one, **spec}]))
+        check(layout, *([] if spec is None else [one, {**one, **spec}]))
 
 
 def test_the_package_is_imported_without_vllm() -> None:

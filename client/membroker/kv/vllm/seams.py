@@ -87,7 +87,7 @@ MEMBERS: Final = seams.members(
         "v1.core.sched.output:CachedRequestData": "req_ids resumed_req_ids new_block_ids",
         "v1.kv_cache_interface:KVCacheConfig": "num_blocks kv_cache_tensors kv_cache_groups kv_cache_layout",
         "v1.kv_cache_interface:KVCacheTensor": "size layers layer_stride block_stride offset",
-        "v1.kv_cache_interface:KVCacheGroupSpec": "kv_cache_spec host_resident",
+        "v1.kv_cache_interface:KVCacheGroupSpec": "kv_cache_spec",
         "v1.kv_cache_interface:MambaSpec": "num_speculative_blocks",
         "config:CacheConfig": "cache_dtype kv_cache_dtype_skip_layers",
         "model_executor.layers.quantization.base_config:QuantizeMethodBase": (

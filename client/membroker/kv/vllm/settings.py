@@ -195,7 +195,6 @@ def check_cache(config: Any) -> None:
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     refusals = {
         "does not serve a model without a KV cache": not specs,
-        "does not serve a KV cache in host memory": any(group.host_resident for group in config.kv_cache_groups),
         "does not serve a cache that its layers lay out by themselves": not all(spec.has_layer_views for spec in specs),
         f"does not serve the layout {config.kv_cache_layout}: leave VLLM_KV_CACHE_LAYOUT out": (
             config.kv_cache_layout == "LHBNC"  # the heads of a block are apart
