@@ -62,7 +62,6 @@ from membroker.kv.vllm import connector, memory, plugin, seams
 from membroker.kv.vllm.blocks import STEPS_COUNTED, GroupNeed, VllmBlocks, needs_of
 from membroker.kv.vllm.connector import Membroker, StepMetadata
 from membroker.kv.vllm.settings import VllmSettings, settings_of
-from membroker.kv.vllm.sleep import wants_borrowed, why_kept
 from membroker.kv.vllm.steps import Launched, Scheduled
 from membroker.kv.vllm.swap import SwapSpace
 from membroker.memory.lender import source_of
@@ -627,30 +626,6 @@ def test_what_fails_to_close_keeps_nothing_else_open() -> None:
     one._ending.callback(fail)
     one.close()
     assert closed == ["client", "weights"]
-
-
-@pytest.mark.parametrize(
-    ("load_format", "quantization", "lora", "said"),
-    [
-        ("membroker", None, None, "are in the books already"),
-        ("auto", "fp8", None, "were not tried with quantized models"),
-        ("auto", None, object(), "were not tried with LoRA"),
-    ],
-)
-def test_weights_that_cannot_be_borrowed(load_format: str, quantization: Any, lora: Any, said: str) -> None:
-    """They stay where they are, or the engine does not start."""
-    transfer = SimpleNamespace(kv_connector="Membroker", kv_connector_extra_config={"weights": "borrowed"})
-    config = SimpleNamespace(
-        kv_transfer_config=transfer,
-        load_config=SimpleNamespace(load_format=load_format),
-        model_config=SimpleNamespace(quantization=quantization),
-        lora_config=lora,
-    )
-    with pytest.raises(InvalidRequest, match=said):
-        wants_borrowed(config)
-    transfer.kv_connector_extra_config = {}
-    assert not wants_borrowed(config)
-    assert ("other engines" in why_kept(config)) == (load_format == "membroker")
 
 
 def test_whatever_touches_weights_keeps_the_engine_awake(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,7 @@ SWAP_BESIDE_ANOTHER = {
 
 
 SWAP = {"kv_transfer_config__kv_connector_extra_config": {"swap_space": "1GiB"}}
+BORROWED = {"kv_transfer_config__kv_connector_extra_config": {"weights": "borrowed"}}
 
 
 def a_config(**other: Any) -> Any:
@@ -150,9 +151,12 @@ def a_config(**other: Any) -> Any:
             "is_hybrid": False,
             "is_attention_free": False,
             "is_encoder_decoder": False,
+            "quantization": None,
             "enable_sleep_mode": False,
             "enable_cumem_allocator": False,
         },
+        "load_config": {"load_format": "auto"},
+        "lora_config": None,
         "speculative_config": None,
         "ec_transfer_config": None,
         "attention_config": {"hisparse_config": None},
@@ -224,6 +228,9 @@ def test_the_table_of_models_is_what_the_code_refuses() -> None:
         ({**SWAP, "speculative_config": object()}, "swap_space with speculative decoding"),
         ({**SWAP, "model_config__is_hybrid": True}, "swap_space for models with recurrent states"),
         ({**SWAP, "model_config__is_attention_free": True}, "swap_space for models with recurrent states"),
+        ({**BORROWED, "load_config__load_format": "membroker"}, "which are in the books already"),
+        ({**BORROWED, "model_config__quantization": "fp8"}, "borrows no quantized weights"),
+        ({**BORROWED, "lora_config": object()}, "borrows no weights with LoRA"),
         ({"attention_config__hisparse_config": object()}, "HiSparse"),
         ({"ec_transfer_config": SimpleNamespace(is_ec_consumer=False)}, "encodes"),
         ({"model_config__enable_sleep_mode": True}, "sleep mode"),
@@ -236,6 +243,7 @@ def test_an_engine_that_cannot_be_served_is_refused_in_a_sentence(other: dict[st
     check_supported(a_config(parallel_config__distributed_executor_backend=UNI))
     check_supported(a_config(ec_transfer_config=SimpleNamespace(is_ec_consumer=True)))
     check_supported(a_config(**SWAP))
+    check_supported(a_config(**BORROWED))
     check_supported(a_config(speculative_config=object(), model_config__is_hybrid=True))
     check_supported(
         a_config(

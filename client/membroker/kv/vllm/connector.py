@@ -40,8 +40,7 @@ from ..ranks import Ranks
 from ..sleeper import Sleeper
 from . import last_line, logger, memory, seams
 from .blocks import VllmBlocks, needs_of
-from .settings import check_cache, check_supported, settings_of
-from .sleep import why_kept
+from .settings import check_cache, check_supported, is_shared, settings_of
 from .steps import Scheduled
 from .swap import Copies, Swap, slots_in
 
@@ -218,8 +217,11 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             new_fence=self._steps.fence,
         )
         cache.attach(self._blocks)
+        kept = 'they are vLLM\'s own memory (give "weights": "borrowed" to release them, too)'
+        if is_shared(config):
+            kept = "other engines may use the same ones (--load-format membroker)"
         pinned = self._settings.keep_pinned
-        self._sleeper = Sleeper(cache, workers.weights, kept=why_kept(config), keep_pinned=pinned, also=workers.also)
+        self._sleeper = Sleeper(cache, workers.weights, kept=kept, keep_pinned=pinned, also=workers.also)
         self._rests = False
 
     def on_new_request(self, request: Any) -> None:

@@ -28,7 +28,6 @@ from ..sleeper import Sleeper
 from . import logger
 from .blocks import GroupNeed, needs_of
 from .settings import AUTO, BORROWED, VllmSettings, endpoint_of
-from .sleep import BorrowedWeights
 from .steps import Launched
 from .swap import SwapSpace
 
@@ -38,8 +37,8 @@ _LEAST_PAGE, _USUAL_PAGE, _MOST_PAGE = 2 << 20, 16 << 20, 64 << 20
 _WARM_UP_TOKENS = 8
 """The warm-up of vLLM's kernels gives each request so many tokens, and so many for each token that it drafts."""
 
-borrowed: BorrowedWeights | None = None
-"""The weights of this process's worker, if they are borrowed."""
+borrowed: tuple[Client, VirtualMemoryPool] | None = None
+"""The weights of this process's worker, if they are borrowed, and the client of their pool."""
 _current: VllmMemory | None = None
 
 
@@ -56,8 +55,8 @@ class VllmMemory:
         if settings.weights == BORROWED:
             if borrowed is None:
                 raise InvalidRequest('"weights": "borrowed" needs --worker-cls membroker.kv.vllm.Worker')
-            self._ending.enter_context(borrowed.client)
-            self.weights = borrowed.pool
+            client, self.weights = borrowed
+            self._ending.enter_context(client)
         self._capture: Capture | None = None
         self._client: Client
         self._model: Model

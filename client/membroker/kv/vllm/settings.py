@@ -128,7 +128,8 @@ def check_supported(config: Any) -> None:
     """Raise `InvalidRequest` for a `VllmConfig` whose cache membroker cannot keep right, or was never tested with."""
     parallel = config.parallel_config
     transfer = config.kv_transfer_config
-    swaps = settings_in(transfer).swap_space is not None
+    settings = settings_in(transfer)
+    swaps, borrows = settings.swap_space is not None, settings.weights == BORROWED
     refusals = {
         "supports tensor parallelism only: set the sizes of pipeline, data and context parallelism to 1": (
             parallel.world_size != parallel.tensor_parallel_size
@@ -154,6 +155,15 @@ def check_supported(config: Any) -> None:
         "has no swap_space with speculative decoding: leave swap_space or --speculative-config out": (
             swaps and config.speculative_config is not None
         ),
+        "borrows no weights of --load-format membroker, which are in the books already: leave weights out": (
+            borrows and is_shared(config)
+        ),
+        "borrows no quantized weights, whose kernels may know their addresses: leave weights out": (
+            borrows and config.model_config.quantization is not None
+        ),
+        "borrows no weights with LoRA, which was not tried: leave weights out": (
+            borrows and config.lora_config is not None
+        ),
         "does not serve an engine that only encodes: it has no KV cache to share": (
             config.ec_transfer_config is not None and not config.ec_transfer_config.is_ec_consumer
         ),
@@ -170,6 +180,11 @@ def check_supported(config: Any) -> None:
         ),
     }
     refuse("membroker.kv.vllm", refusals)
+
+
+def is_shared(config: Any) -> bool:
+    """Return whether the weights of a `VllmConfig` are in a segment that other engines may use."""
+    return str(config.load_config.load_format) == "membroker"
 
 
 def check_shareable(config: Any) -> None:

@@ -1,20 +1,26 @@
 """The worker class for `--worker-cls`: vLLM's own, for weights that are borrowed. The KV cache alone needs none.
 
-Owns the moments at which weights are loaded and used: they are used only while the engine is awake. A step needs no
-guard: vLLM schedules none for a sleeping engine, because that has no free block. It serves vLLM's builds for NVIDIA
-GPUs and for CPUs. An engine that membroker does not serve is refused here before its weights are loaded.
+Borrowed weights are in the books, and can be released while the engine sleeps. Owns their pool and its session, and the
+moments at which they are loaded and used: only while the engine is awake. A step needs no guard: vLLM schedules none
+for a sleeping engine, because that has no free block. It serves vLLM's builds for NVIDIA GPUs and for CPUs. An engine
+that membroker does not serve is refused here before its weights are loaded.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from vllm.platforms import current_platform
 
-from . import memory, seams
-from .settings import check_supported
-from .sleep import borrow, wants_borrowed
+from ... import Client, VirtualMemoryPool, connect
+from ...adapters.torch import device_of, move_to_pool
+from ...errors import InvalidRequest
+from ..bounds import START_SECONDS, say_wait
+from . import logger, memory, seams
+from .settings import BORROWED, check_supported, endpoint_of, settings_in
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Base
@@ -40,9 +46,36 @@ class Worker(_Base):  # type: ignore[misc]
 
     def load_model(self, **options: Any) -> None:
         """Load, and move the weights to borrowed memory if the user asked for that."""
-        is_borrowed = wants_borrowed(self.vllm_config)
         super().load_model(**options)
-        memory.borrowed = borrow(self.vllm_config, self.get_model()) if is_borrowed else None
+        if settings_in(self.vllm_config.kv_transfer_config).weights == BORROWED:
+            memory.borrowed = _borrow(self.vllm_config, self.get_model())
+
+
+def _borrow(config: Any, module: Any) -> tuple[Client, VirtualMemoryPool]:
+    """Move a module's parameters to a pool, and return its client and it. It waits for the broker.
+
+    The session answers no recalls: weights cannot be recalled, so the broker must not lend this engine what others are
+    guaranteed for them.
+    """
+    begun, settings = time.monotonic(), settings_in(config.kv_transfer_config)
+    name = settings.name(config.model_config.served_model_name)
+    with ExitStack() as undo:
+        client = undo.enter_context(connect(endpoint_of(settings.endpoint, config.parallel_config)))
+        model = client.model(name, limit=settings.limit)
+        device = device_of(model.driver.device)
+        wanted = [parameter for parameter in module.parameters() if parameter.device == device]
+        if not wanted:
+            raise InvalidRequest(f"this engine has no weights on {device}, whose memory the broker lends")
+        say_wait(sum(parameter.nbytes for parameter in wanted), model, logger)
+        pool = move_to_pool(wanted, model, timeout=START_SECONDS)
+        undo.pop_all()
+    logger.info(
+        "membroker: moved %d bytes of weights of model %r into borrowed memory in %.2f s",
+        pool.physical_usage_bytes,
+        name,
+        time.monotonic() - begun,
+    )
+    return client, pool
 
 
 def _awake(name: str) -> Callable[..., Any]:
