@@ -23,7 +23,6 @@ from ..vmm.sizes import round_up
 from .layout import Strided
 
 _MAKERS = (torch.zeros, torch.empty)
-_FILLERS = (torch.Tensor.fill_, torch.Tensor.zero_)
 _PLAIN = {"size", "dtype", "device"}
 """With other arguments a tensor may be more than plain memory, and is torch's own."""
 MAX_PARTS = 1 << 16
@@ -63,8 +62,6 @@ class Capture(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
     ) -> Any:
         """Called by torch instead of `function`."""
         kwargs = kwargs or {}
-        if function in _FILLERS and self._is_zero_already(*args, **kwargs):
-            return args[0]
         found = self._asked_for(args, kwargs) if function in _MAKERS else None
         return function(*args, **kwargs) if found is None else self._make(*found)
 
@@ -80,11 +77,6 @@ class Capture(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         if not self._is_here(kwargs.get("device")) or math.prod(shape) * dtype.itemsize < self._pool.page_size:
             return None
         return (shape, dtype) if self._wanted is None or self._wanted(shape, dtype) else None
-
-    def _is_zero_already(self, tensor: torch.Tensor, value: Any = 0) -> bool:
-        """Return whether this fills a part of a KV tensor with zeros."""
-        within = tensor.data_ptr() - self._pool.base_address
-        return not value and any(start <= within < start + size for start, size in self.ranges)
 
     def _is_here(self, device: object) -> bool:
         found = torch.get_default_device() if device is None else torch.device(device)

@@ -30,7 +30,7 @@ def pool(lender: Lender) -> Iterator[VirtualMemoryPool]:
 MAKERS = [
     lambda: torch.zeros(3 * MIB, dtype=torch.int8),  # vLLM
     lambda: torch.zeros(size=(3 * MIB,), dtype=torch.int8, device="cpu"),
-    lambda: torch.empty((2, 96, 16, 512), dtype=torch.bfloat16),  # transformers
+    lambda: torch.empty((2, 96, 16, 512), dtype=torch.bfloat16),
     lambda: torch.zeros(96, 16, 512, device=torch.device("cpu")),  # in torch's default dtype
     lambda: torch.empty(torch.Size([3, MIB]), dtype=torch.uint8),
 ]
@@ -53,23 +53,6 @@ def test_a_kv_tensor_is_addresses(pool: VirtualMemoryPool, number: int) -> None:
     first.fill_(1)
     assert not second.any()
     assert make().data_ptr() not in (first.data_ptr(), second.data_ptr()), "after the block torch allocates by itself"
-
-
-def test_zeros_that_an_engine_writes_at_once_are_there_already(pool: VirtualMemoryPool) -> None:
-    """transformers zeroes a block for padding when it makes its cache. A write would end this process."""
-    own = torch.ones(4)
-    with Capture(pool):
-        made = torch.empty(3 * MIB, dtype=torch.int8)
-        assert made.view(3, MIB)[2].fill_(0).data_ptr() == made.data_ptr() + 2 * MIB
-        assert made.zero_() is made
-        made[MIB:].fill_(value=0)
-        own.fill_(0)
-        torch.empty(4).zero_()
-    assert not own.any()
-    pool.allocate_ranges([(0, 2 * PAGE)])
-    with Capture(pool):
-        made[MIB:].fill_(7)
-    assert made[MIB:].eq(7).all(), "only zeros are there already"
 
 
 @pytest.mark.parametrize(
