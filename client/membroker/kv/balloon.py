@@ -11,7 +11,7 @@ wait for a fence, and unmap.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from .engine import Engine
@@ -22,20 +22,12 @@ from .layout import MAX_BLOCKS, Layout
 class Balloon:
     """The choice over the groups and blocks of `layout`, whose states are in `groups`.
 
-    The bounds are those of `ElasticCache`, in bytes. The groups of `always` never go: the caller maps them, which are
-    `groups.first`, before the engine begins. Raises `InvalidRequest` for an unknown block.
+    The bounds are those of `ElasticCache`, in bytes. The groups of block 0 never go: the caller maps them, which are
+    `groups.first`, before the engine begins.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        *,
-        floor: int = 0,
-        ahead: int = 0,
-        keep: int = 0,
-        always: Collection[int] = (0,),
-    ) -> None:
-        self.groups: Groups = Groups(layout, always)
+    def __init__(self, layout: Layout, *, floor: int = 0, ahead: int = 0, keep: int = 0) -> None:
+        self.groups: Groups = Groups(layout)
         self._layout = layout
         self.floor = floor
         self.keep = keep

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
@@ -46,9 +46,9 @@ class ElasticCache(Closing):
 
     Sizes are in bytes, or text such as `"8GiB"`. `floor` is never released, and the cache's thread borrows it. `ahead`
     is kept mapped beyond what the engine needs, while no other model waits for memory. `keep` is the most that cached
-    prefixes may occupy in pages that no request uses. The blocks in `always`, such as a null block or blocks for
-    padding, have memory from the start, and the engine has them from the start. `timeout` is how long the constructor
-    may wait for their memory, as in `VirtualMemoryPool.allocate`.
+    prefixes may occupy in pages that no request uses. Block 0, the null block or that for padding, has memory from the
+    start, and the engine has it from the start. `timeout` is how long the constructor may wait for that, as in
+    `VirtualMemoryPool.allocate`.
 
     While it is open, the cache answers the recalls of the pool's model, and replaces any callback that was set before.
     A program that has more to release can set its own callback later, and pass recalls on to `answer`. Give each cache
@@ -66,7 +66,6 @@ class ElasticCache(Closing):
         floor: int | str = 0,
         ahead: int | str = 0,
         keep: int | str = "2GiB",
-        always: Collection[int] = (0,),
         timeout: float | None = None,
     ) -> None:
         self._pages = pages = PoolPages(pool) if isinstance(pool, VirtualMemoryPool) else pool
@@ -81,14 +80,13 @@ class ElasticCache(Closing):
             floor=arguments.bytes_of("the floor", floor),
             ahead=arguments.bytes_of("what is kept ahead", ahead),
             keep=arguments.bytes_of("what prefixes may keep", keep),
-            always=always,
         )
         self._groups = self._balloon.groups
-        self._state = CacheState(self._balloon, len(always), has_ranks=isinstance(pool, Ranks))
+        self._state = CacheState(self._balloon, has_ranks=isinstance(pool, Ranks))
         self._left: list[tuple[int, int]] = []
         """What a close has still to release. The pool may be used for something else after that."""
         self._first_gone = False
-        """Whether the groups that always have memory have none, because the engine sleeps."""
+        """Whether block 0 has no memory, because the engine sleeps."""
         pages.allocate_ranges(self._first_ranges(), timeout=timeout)
         for group in self._groups.first:
             self._groups.move(group, "asked")
@@ -108,7 +106,7 @@ class ElasticCache(Closing):
     # What the engine calls. None of these waits for the broker or the device.
 
     def attach(self, engine: Engine) -> None:
-        """Begin to serve `engine`: hold all blocks but those in `always`, and release those that have memory.
+        """Begin to serve `engine`: hold all blocks but block 0, and release those that have memory.
 
         Call it once, in the scheduler thread, after the engine has warmed up and captured its graphs. Nothing is
         released before this call, because a release needs the engine's fences. Raises `ClosedError`, `InvalidRequest`
@@ -223,8 +221,8 @@ class ElasticCache(Closing):
         """Whether a suspended cache has released all that it can, and the engine has no free block."""
         return self._state.is_empty
 
-    def release_always(self) -> None:
-        """Release the memory of the blocks in `always`, too, unless there is a floor. Call it when `is_empty` is True.
+    def release_first(self) -> None:
+        """Release the memory of block 0, too, unless there is a floor. Call it when `is_empty` is True.
 
         It waits until the engine's last step is over on every device. The engine must compute nothing before `resume`.
         Raises what `VirtualMemoryPool.free` raises.
@@ -235,7 +233,7 @@ class ElasticCache(Closing):
             self._pages.free_ranges(self._first_ranges())
 
     def resume(self, timeout: float | None = None) -> None:
-        """Borrow again what `release_always` released, and let the engine have blocks again.
+        """Borrow again what `release_first` released, and let the engine have blocks again.
 
         `timeout` is that of `VirtualMemoryPool.allocate`. Raises what `VirtualMemoryPool.allocate` raises; the cache
         then stays suspended.

@@ -6,10 +6,9 @@ decides nothing: `Balloon` does. It must never call a broker, a driver or an eng
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-from ..errors import InvalidRequest
 from .layout import Layout
 
 HELD, ASKED, MAPPED, DRAINING, RETIRING, DOOMED, LEAVING = range(7)
@@ -32,14 +31,10 @@ LIFECYCLE: Final[Mapping[int, Mapping[str, int]]] = {
 class Groups:
     """The groups and blocks of `layout`. All sizes are in bytes.
 
-    The engine has the blocks of `always` from the beginning, and their groups never go. Raises `InvalidRequest` for an
-    unknown block.
+    The engine has block 0 from the beginning, and its groups never go.
     """
 
-    def __init__(self, layout: Layout, always: Collection[int]) -> None:
-        for block in always:
-            if not 0 <= block < layout.blocks:
-                raise InvalidRequest(f"block {block} is not one of the cache's {layout.blocks}")
+    def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.sizes: list[int] = [layout.bytes_of(group) for group in range(layout.groups)]
         """The bytes of each group."""
@@ -50,12 +45,9 @@ class Groups:
         self._missing = [len(layout.touched(block)) for block in range(layout.blocks)]
         self._out = bytearray(layout.blocks)
         self._ready: set[int] = set()
-        self._always = frozenset(always)
-        self.first: list[int] = sorted({group for block in always for group in layout.touched(block)})
-        """The groups of `always`."""
-        for block in always:
-            self._out[block] = 1
-        self._count = len(self._always)
+        self.first: Sequence[int] = layout.touched(0)
+        """The groups of block 0."""
+        self._out[0] = self._count = 1
 
     # Figures
 
@@ -162,16 +154,16 @@ class Groups:
         """
         for block in blocks:
             assert self._out[block], f"the engine does not have block {block}"
-            assert block not in self._always, f"the engine keeps block {block}"
+            assert block, "the engine keeps block 0"
             self._out[block] = 0
             self._count -= 1
             if not self._missing[block]:
                 self._ready.add(block)
 
     def staying_blocks(self) -> list[int]:
-        """Return the engine's blocks whose memory stays, without those of `always`."""
+        """Return the engine's blocks whose memory stays, without block 0."""
         blocks = self.blocks_out(self.groups_in(MAPPED))
-        return [block for block in blocks if not self._missing[block] and block not in self._always]
+        return [block for block in blocks if block and not self._missing[block]]
 
     def retire(self, groups: Iterable[int], *, final: bool = False) -> list[int]:
         """Return those draining groups of which the engine has no block any more. They wait for a fence from now on.

@@ -270,7 +270,7 @@ class Sleeper(Closing):
                 return
             self._state = FALLING
         if self._commit():
-            self._cache.release_always()
+            self._cache.release_first()
             if self._also is not None:
                 self._also()
             self._release_weights(request)

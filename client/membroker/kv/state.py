@@ -68,13 +68,13 @@ class CacheStats:
 class CacheState:
     """The state of one cache. Every method may be called by any thread."""
 
-    def __init__(self, balloon: Balloon, want: int, *, has_ranks: bool = False) -> None:
+    def __init__(self, balloon: Balloon, *, has_ranks: bool = False) -> None:
         self._balloon = balloon
         self.is_closed: bool = False
         """Whether the cache is closed, and its two threads are to end."""
         self._has_ranks = has_ranks
         self._groups = balloon.groups
-        self._want = want
+        self._want = 1
         self._peaks = [0, 0]
         """The most that was wanted since the last look, and between that and the one before."""
         self._look_at = 0.0
@@ -317,7 +317,7 @@ class CacheState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all is released that can go, and the engine has no block but those that it always has."""
+        """Whether all is released that can go, and the engine has no block but block 0."""
         with self._lock:
             return self.is_suspended and self._groups.charged_bytes == self._left_bytes
 

@@ -12,7 +12,6 @@ from tests.support.seeds import chosen_seed
 from tests.support.sizes import MIB
 from tests.support.toy_engine import Request, ToyEngine
 
-from membroker.errors import InvalidRequest
 from membroker.kv.balloon import Balloon
 from membroker.kv.groups import ASKED, DOOMED, DRAINING, HELD, LEAVING, LIFECYCLE, MAPPED, RETIRING
 from membroker.kv.layout import Layout, Strided
@@ -80,8 +79,8 @@ def asking(used: Collection[int] = (), unused: Any = None, warmth: Any = cold, c
 
 def test_a_straddling_block_comes_with_its_second_page() -> None:
     """Blocks of 768 KiB: block 2 has bytes in the pages 0 and 1, and is usable once both are mapped."""
-    balloon = Balloon(block_major(768 << 10, 20), always=())
-    assert with_memory(balloon, 1) == [0, 1]
+    balloon = Balloon(block_major(768 << 10, 20))
+    assert with_memory(balloon, 1) == [1]
     assert balloon.next_to_map(3) == (1, True)
     balloon.groups.move(1, "asked")
     assert balloon.groups.state(1) == ASKED
@@ -104,11 +103,11 @@ def test_what_is_mapped_next() -> None:
 
 
 def test_a_refusal_changes_nothing() -> None:
-    balloon = Balloon(block_major(MIB, 20), always=())
+    balloon = Balloon(block_major(MIB, 20))
     balloon.groups.move(0, "asked")
     assert balloon.groups.charged_bytes == PAGE
     balloon.groups.move(0, "refused")
-    assert (balloon.groups.charged_bytes, balloon.groups.state(0), balloon.next_to_map(1)) == (0, HELD, (0, True))
+    assert (balloon.groups.charged_bytes, balloon.groups.state(0), balloon.next_to_map(2)) == (0, HELD, (0, True))
     check(balloon)
 
 
@@ -258,11 +257,6 @@ def test_what_is_wanted_again_comes_back_without_a_request() -> None:
     balloon.groups.move(1, "failed")
     assert balloon.groups.state(1) == DOOMED
     check(balloon)
-
-
-def test_what_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="block 10"):
-        Balloon(block_major(MIB, 10), always=(10,))
 
 
 class Machine:

@@ -142,7 +142,7 @@ def test_a_recall_that_is_raised(lender: Recalled) -> None:
 
 def test_what_is_added_is_looked_for(lender: Recalled) -> None:
     """All that could go has gone, and the answer is due. A raise comes before it: there may be more by now."""
-    cache = CacheState(Balloon(Layout(0, PAGE, 8, [Strided(0, PAGE, PAGE)]), always=()), 0)
+    cache = CacheState(Balloon(Layout(0, PAGE, 8, [Strided(0, PAGE, PAGE)])))
     recall = Recall(lender, PAGE)
     cache.recalled(recall)
     cache.hold(an_engine())

@@ -48,7 +48,7 @@ def five_groups(*used: int) -> tuple[Balloon, CacheState, Any]:
     """Groups with memory, of which the engine wants eight blocks, and which of its blocks requests use."""
     balloon = Balloon(block_major(MIB, 10))
     with_memory(balloon, 5)
-    state = CacheState(balloon, 1)
+    state = CacheState(balloon)
     state.want(8)
     return balloon, state, an_engine(set(used))
 
@@ -107,7 +107,7 @@ def test_a_recall_for_a_guarantee_waits_for_no_request(is_raised: bool, clock: A
 def test_an_engine_is_short_while_it_waits_or_others_do(clock: Any) -> None:
     balloon = Balloon(block_major(MIB, 200))
     with_memory(balloon, 5)
-    state = CacheState(balloon, 1)
+    state = CacheState(balloon)
     assert not state.is_short
     state.want(200)
     for is_granted, most in ((True, ASK_GROUPS), (False, 1), (True, 1)):
@@ -127,7 +127,7 @@ def test_a_burst_asks_for_more_after_each_grant(clock: Any) -> None:
     """Many pages at once must not wait for each other: else they are asked for one by one."""
     balloon = Balloon(block_major(PAGE, 200))
     with_memory(balloon, 1)
-    state = CacheState(balloon, 1)
+    state = CacheState(balloon)
     state.want(200)
     for most in (ASK_GROUPS, 4 * ASK_GROUPS, MOST_GROUPS, MOST_GROUPS):
         groups, may_wait = state.question() or pytest.fail("it asks for nothing")
@@ -148,7 +148,7 @@ def test_several_ranks_are_asked_for_no_more_at_once() -> None:
     """Those that are asked first have for a moment what the last one may refuse."""
     balloon = Balloon(block_major(PAGE, 200))
     with_memory(balloon, 1)
-    state = CacheState(balloon, 1, has_ranks=True)
+    state = CacheState(balloon, has_ranks=True)
     state.want(200)
     for _ in range(3):
         groups, may_wait = state.question() or pytest.fail("it asks for nothing")

@@ -178,13 +178,13 @@ def test_a_floor_stays_and_is_said(lender: Slept) -> None:
 
 
 def test_nothing_is_asked_for_while_it_sleeps() -> None:
-    """Also if nothing is left that could go: an engine without a block that always has memory."""
-    state = CacheState(Balloon(Layout(0, PAGE, 8, [Strided(0, PAGE, PAGE)]), always=()), 0)
+    """Also if nothing is left that could go."""
+    state = CacheState(Balloon(Layout(0, PAGE, 8, [Strided(0, PAGE, PAGE)])))
     state.suspend()
     assert not state.want(4)
     assert state.question() is None
     state.resume()
-    assert state.question() == ([0, 1, 2, 3], True)
+    assert state.question() == ([0, 1, 2], True)
 
 
 def test_a_busy_engine_does_not_sleep(lender: Slept) -> None:
