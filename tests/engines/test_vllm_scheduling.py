@@ -15,6 +15,7 @@ from tests.support.sizes import MIB
 import membroker
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
+from tests.support.toy_serving import Urgent
 from tests.support.vllm_scheduling import BLOCK, BLOCK_TOKENS, PAGE, PAGES, Scheduling
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
@@ -96,7 +97,7 @@ def test_new_weights_compute_all_requests_again(
             elastic.cache.wait(0.1)  # returns when there is more memory
             assert elastic.step()
         if recalled:
-            elastic.cache.shrink(LIMIT // 4)
+            Urgent(elastic.cache, LIMIT // 4)
             assert elastic.step()
         assert bool(connector._blocks._squeezed) == recalled
         assert elastic.change_weights()
@@ -159,7 +160,7 @@ def test_one_step_preempts_many_for_a_recall(tmp_path: Path, monkeypatch: pytest
         before = elastic.preemptions
         while elastic.preemptions == before:  # then all blocks are in use
             assert elastic.step()
-        elastic.cache.shrink(LIMIT // 2)
+        Urgent(elastic.cache, LIMIT // 2)
         assert elastic.step(), "from its end on, what is to go is kept"
         before = elastic.preemptions
         while elastic.preemptions == before:  # until a request fills a block
@@ -181,7 +182,7 @@ def test_a_recall_during_a_step_is_answered_by_the_next_one(tmp_path: Path, monk
         while len(running_now) < requests or running_now[0].num_computed_tokens % BLOCK_TOKENS != 4:
             assert elastic.step()
         assert len({one.num_computed_tokens for one in running_now}) == 1
-        elastic.before_end = lambda: elastic.cache.shrink(WHOLE * 15 // 16)
+        elastic.before_end = lambda: Urgent(elastic.cache, WHOLE * 15 // 16)
         elastic.step()
         assert not elastic.preemptions, "this step was scheduled before the recall"
         elastic.step()
@@ -253,7 +254,7 @@ def test_no_block_is_lost_while_memory_comes_and_goes(
                 name = dice.choice(list(elastic.scheduler.requests))
                 elastic.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
             elif dice.random() < 0.06:
-                elastic.cache.shrink(dice.randint(1, LIMIT // 2 // MIB) * MIB)
+                Urgent(elastic.cache, dice.randint(1, LIMIT // 2 // MIB) * MIB)
             if elastic.step():
                 squeezed += _check_references(elastic.scheduler)
         while elastic.step():
@@ -281,12 +282,12 @@ def _recall_busy(elastic: Scheduling, pages: int) -> int:
     cache, layout, steps = elastic.cache, elastic.cache.layout, 0
     groups = [list(layout.members(group)) for group in range(layout.groups)]
     free = sum(len(elastic.scheduler.connector._blocks.unused(group)) == len(group) for group in groups)
-    cache.shrink((free + pages) * PAGE + cache.stats().going_bytes)
-    while cache._state._owed and steps < 20:
+    recall = Urgent(cache, (free + pages) * PAGE + cache.stats().going_bytes)
+    while recall.remaining and not recall.is_answered and steps < 20:
         assert elastic.step()
         until(lambda: all(fence._number > elastic.ended for _, fence in cache._state.retiring()))
         steps += 1
-    assert not cache._state._owed
+    assert recall.is_answered or not recall.remaining
     return steps
 
 

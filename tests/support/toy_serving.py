@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from membroker.kv import ElasticCache, Layout, Strided
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.session.recalls import DEFERRED
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_lender import PAGE, Lender
 from tests.support.sizes import KIB
 from tests.support.toy_engine import Memory, ToyEngine
@@ -37,6 +37,26 @@ class Recall:
     def done(self) -> None:
         self.answers += 1
         self.answered_at = time.monotonic()
+
+
+class Urgent:
+    """A recall of `size` bytes of a cache for a guarantee, which waits for no request. It begins at once."""
+
+    location, is_guaranteed = "device", True
+
+    def __init__(self, cache: ElasticCache, size: int) -> None:
+        self.model, self.deadline = object(), time.monotonic() + DEADLINE_SECONDS
+        self._groups, self._least = cache._groups, cache._groups.charged_bytes
+        self._left, self.is_answered = self._least - size, False
+        assert cache.answer(self) is DEFERRED  # type: ignore[arg-type]
+
+    @property
+    def remaining(self) -> int:
+        self._least = min(self._least, self._groups.charged_bytes)  # what comes later does not count
+        return max(0, self._least - self._left)
+
+    def done(self) -> None:
+        self.is_answered = True
 
 
 class Recalled(Lender):

@@ -192,18 +192,6 @@ class ElasticCache(Closing):
         self._check_open()
         return self._state.take()
 
-    def shrink(self, size: int | str) -> None:
-        """Release `size` bytes soon, as for a recall: free pages first, then busy pages by preemption.
-
-        `size` is in bytes, or text, and is added to what earlier calls asked for and has not been released yet. Until
-        that is released, or nothing more can be, the cache borrows nothing. Memory that the engine does not need is
-        released without this call. Raises `ClosedError`, and `InvalidRequest` for an invalid size, or before `attach`.
-        """
-        length = arguments.bytes_of("what is to be released", size)
-        self._check_attached()
-        self._state.owe(length)
-        self._releaser.look()
-
     # Sleep. `Sleeper` calls these.
 
     def suspend(self) -> None:

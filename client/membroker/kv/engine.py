@@ -81,7 +81,7 @@ class Engine(Protocol):
     def preempt(self, blocks: Sequence[int]) -> bool:
         """Preempt the requests that use any of these blocks, now or in the next steps; return False if it cannot.
 
-        The requests wait until there is room, and are computed again. The cache calls this only for a recall or for
-        `ElasticCache.shrink`. At the next turn it calls this again with the blocks that are still in use.
+        The requests wait until there is room, and are computed again. The cache calls this only for a recall. At
+        the next turn it calls this again with the blocks that are still in use.
         """
         ...

@@ -97,8 +97,6 @@ class CacheState:
         """The recalls for which groups were chosen last."""
         self._is_asked_anew = False
         """Whether others want more back than when groups were chosen last."""
-        self._owed = 0
-        """Bytes that `shrink` asked for and that are not released yet."""
         self.is_suspended: bool = False
         """Whether `suspend` was called last."""
         self._left_bytes = -1
@@ -210,7 +208,7 @@ class CacheState:
         """Return the bytes that must go, what is going already included. The caller holds the lock."""
         if self.is_suspended:
             return self._groups.charged_bytes
-        return max([self._owed, *(recall.remaining for recall in self._recalls.values())])
+        return max((recall.remaining for recall in self._recalls.values()), default=0)
 
     def hold(self, engine: Engine) -> list[int]:
         """Choose what goes, and let the engine hold its unused blocks; return the groups that now need a fence.
@@ -234,13 +232,10 @@ class CacheState:
                 self._hold_unused(engine, self._groups.blocks_out(chosen))
                 draining += chosen
             if size:
-                is_time = not self._preempts_at or self._owed or self.is_suspended
-                busy = self._groups.blocks_out(draining) if is_time else ()
+                busy = () if self._preempts_at and not self.is_suspended else self._groups.blocks_out(draining)
                 if busy and engine.preempt(busy):
                     self._hold_unused(engine, busy)
                 self._tried = list(self._recalls.values())
-                if not self._groups.going_bytes:
-                    self._owed = 0  # there is no more
             if self.is_suspended:
                 blocks = self._groups.staying_blocks()
                 if self._hold_unused(engine, blocks):
@@ -295,7 +290,6 @@ class CacheState:
         with self._lock:
             self._groups.move(group, "unmapped")
             self._fences.pop(group, None)
-            self._owed = max(0, self._owed - self._groups.layout.bytes_of(group))
 
     def rest(self) -> None:
         """Look some more times for what can go: the engine makes no turn from now on."""
@@ -336,11 +330,6 @@ class CacheState:
             is_late = time.monotonic() - self._asked_at > SHORT_SECONDS
             waits = self._groups.asked_bytes and self._may_wait and is_late
             return bool(waits or self._was_refused or self._asked_back())
-
-    def owe(self, size: int) -> None:
-        """Release so many bytes more, whatever the engine wants."""
-        with self._lock:
-            self._owed, self._is_asked_anew = self._owed + size, True
 
     def recalled(self, recall: Recall) -> bool:
         """Release what a recall asks for, or asks for now: it may be open, and raised. False if it is not answered."""

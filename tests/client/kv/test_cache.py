@@ -281,32 +281,6 @@ def test_bounds(lender: Recalled) -> None:
         until(lambda: lender.lent_bytes == 3 * PAGE)
 
 
-def test_shrink(lender: Recalled) -> None:
-    """The second call comes before anything was released for the first: both are met.
-
-    An engine is told to sleep: all but the first page goes, whatever its requests want.
-    """
-    engine = an_engine()
-    with serving(lender, engine, block=MIB) as cache:
-        engine.add(Request(40, decode_left=1 << 60))
-        steps(cache, engine, lambda: engine.running)
-        lent, lender.capacity = lender.lent_bytes, 0
-        cache.shrink(6 * PAGE)
-        cache.shrink(2 * PAGE)
-        steps(cache, engine, lambda: lender.lent_bytes == lent - 8 * PAGE)
-        engine.waiting[0].blocks_left = 1
-        engine.waiting[0].decode_left = 1
-        steps(cache, engine, lambda: engine.finished)
-        lender.capacity = 1 << 40
-        for _ in range(3):
-            engine.add(Request(6, decode_left=10_000))
-        steps(cache, engine, lambda: len(engine.running) == 3)
-        before = engine.preempted
-        cache.shrink("1GiB")
-        until(lambda: cache.turn() or lender.lent_bytes == PAGE)
-        assert engine.preempted == before + 3
-
-
 def test_prepare_and_attach(lender: Recalled) -> None:
     """A warm-up writes to the lowest blocks before the engine has a scheduler; what is too much goes after it."""
     engine = an_engine()
@@ -317,7 +291,7 @@ def test_prepare_and_attach(lender: Recalled) -> None:
             pool.view(0, 20 * MIB)[:] = bytes(20 * MIB)
             lender.capacity = lender.lent_bytes
             assert not cache.prepare(30, timeout=0.1)
-            for call in (cache.grow, cache.turn, cache.rest, lambda: cache.shrink(1)):
+            for call in (cache.grow, cache.turn, cache.rest):
                 with pytest.raises(InvalidRequest, match="attach"):
                     call()
             cache.attach(engine)

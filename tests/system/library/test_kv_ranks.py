@@ -19,7 +19,7 @@ from tests.support.daemons import Daemon, hold_still, running, until
 from tests.support.sizes import MIB
 from tests.support.sleeping import Books, books, command, done, refused
 from tests.support.toy_engine import Request, ToyEngine
-from tests.support.toy_serving import BLOCKS, an_engine, step, steps
+from tests.support.toy_serving import BLOCKS, Urgent, an_engine, step, steps
 from tests.support.workers import PAGE, workers
 
 import membroker
@@ -231,7 +231,7 @@ def test_a_recall_that_comes_while_a_release_is_answered_keeps_its_own_size(star
     rank.do(RECALLED)
     engine.until(lambda: rank.ask("answered") == [0])
     rank.do("rank._calls['release'] = late")
-    engine.cache.shrink(PAGE)
+    Urgent(engine.cache, PAGE)
     engine.until(lambda: len(rank.ask("answered")) == 2)
     assert rank.ask("answered") == [0, 0]
     engine.cache.close()
