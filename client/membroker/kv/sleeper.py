@@ -173,12 +173,12 @@ class Sleeper(Closing):
             if request.wake:
                 self._request = None
                 self._want_wake()
-            elif self._state in (AWAKE, ASLEEP):
-                self._request = request
+            elif self._state == AWAKE or (self._state == ASLEEP and self._has_kept and not request.keep_weights):
+                self._request = request  # awake, or asleep with weights that are to go, too
             self._start()
             if self._state == AWAKE and not request.wake:
                 return SleepStatus(BUSY, detail="its engine has requests")
-            return self._status(FALLING if self._goes_on() else self._state)
+            return self._status(FALLING if self._state == ASLEEP and self._request is not None else self._state)
 
     def _start(self) -> None:
         """Let the thread look at what has changed. The caller holds the lock."""
@@ -206,11 +206,6 @@ class Sleeper(Closing):
             )
             self._start()
         return SleepStatus(AWAKE, idle_ms=int(idle * 1000))
-
-    def _goes_on(self) -> bool:
-        """Return whether it sleeps with its weights, and is asked to release them, too. The caller holds the lock."""
-        request = self._request
-        return self._state == ASLEEP and self._has_kept and request is not None and not request.keep_weights
 
     def _status(self, state: str) -> SleepStatus:
         if state == AWAKE:
@@ -256,9 +251,7 @@ class Sleeper(Closing):
         if request is not None and time.monotonic() >= request.deadline:
             request = self._request = None
         if self._state == ASLEEP:
-            if not self._goes_on():
-                self._request = None
-            return self._wake_wanted or self._request is not None
+            return self._wake_wanted or request is not None
         return request is not None and not self._users and self._cache.is_resting
 
     def _fall_asleep(self) -> None:
