@@ -49,11 +49,6 @@ class SglangBlocks:
         """The places in the running batch of the requests that use them, once SGLang has asked."""
 
     @property
-    def has_waiting(self) -> bool:
-        """Whether requests wait."""
-        return bool(self._scheduler.waiting_queue)
-
-    @property
     def runs_nothing(self) -> bool:
         """Whether no request runs."""
         return not self._scheduler.chunked_req and next(self._under_way(), None) is None

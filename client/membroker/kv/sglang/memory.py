@@ -125,7 +125,7 @@ class SglangMemory:
         blocks = self.blocks
         was_preempting = blocks.is_preempting
         blocks.begin(running_batch, last_batch)
-        has_waiting, runs_nothing = blocks.has_waiting, blocks.runs_nothing
+        has_waiting, runs_nothing = bool(scheduler.waiting_queue), blocks.runs_nothing
         is_idle = runs_nothing and not has_waiting
         self._cache.turn(is_idle=is_idle)
         if not is_idle:
