@@ -285,7 +285,7 @@ def _recall_busy(elastic: Scheduling, pages: int) -> int:
     recall = Urgent(cache, (free + pages) * PAGE + cache.stats().going_bytes)
     while recall.remaining and not recall.is_answered and steps < 20:
         assert elastic.step()
-        until(lambda: all(fence._number > elastic.ended for _, fence in cache._state.retiring()))
+        until(lambda: all(fence.number > elastic.ended for _, fence in cache._state.retiring()))
         steps += 1
     assert recall.is_answered or not recall.remaining
     return steps

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..engine import Over
 
@@ -33,15 +33,15 @@ class Scheduled:
         return StepFence(self.number, self._passed)
 
 
-class StepFence:
+class StepFence(NamedTuple):
     """The beginning of a step on every device. The step may not have been launched yet."""
 
-    def __init__(self, number: int, passed: Callable[[], int]) -> None:
-        self._number, self._passed = number, passed
+    number: int
+    passed: Callable[[], int]
 
     def query(self) -> bool:
         """Return whether it has passed."""
-        return self._number <= self._passed()
+        return self.number <= self.passed()
 
 
 class Launched:
