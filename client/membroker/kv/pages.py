@@ -23,11 +23,8 @@ class PoolPages:
             raise InvalidRequest("the pool of an elastic cache has no spare pages and borrows nothing ahead by itself")
         self.pool = pool
         self.page_size: int = pool.page_size
-
-    @property
-    def base_address(self) -> int:
-        """The address of offset 0. Raises `ClosedError`."""
-        return self.pool.base_address
+        self.base_address: int = pool.base_address
+        """The address of offset 0."""
 
     @property
     def closed(self) -> bool:
