@@ -95,8 +95,6 @@ class CacheState:
         """When the engine made its last turn."""
         self._tried: Collection[Recall] = ()
         """The recalls for which groups were chosen last."""
-        self._is_asked_anew = False
-        """Whether others want more back than when groups were chosen last."""
         self.is_suspended: bool = False
         """Whether `suspend` was called last."""
         self._left_bytes = -1
@@ -221,9 +219,9 @@ class CacheState:
             if 2 * now - self._held_at >= self._preempts_at:  # the next turn would come too late
                 self._preempts_at = 0.0
             self._held_at = now
-            if self._is_asked_anew or 0 < size <= self._groups.retiring_bytes:
+            is_asked_anew = any(recall not in self._tried for recall in self._recalls.values())
+            if is_asked_anew or 0 < size <= self._groups.retiring_bytes:
                 balloon.reconsider()  # others may go sooner than what drains for want of use, or have gone
-                self._is_asked_anew = False
             draining = self._groups.groups_in(DRAINING) if size else balloon.next_draining(BLOCKS_PER_TURN)
             self._hold_unused(engine, self._groups.blocks_out(draining))
             is_due = now >= self._look_at
@@ -235,7 +233,7 @@ class CacheState:
                 busy = () if self._preempts_at and not self.is_suspended else self._groups.blocks_out(draining)
                 if busy and engine.preempt(busy):
                     self._hold_unused(engine, busy)
-                self._tried = list(self._recalls.values())
+            self._tried = list(self._recalls.values())
             if self.is_suspended:
                 blocks = self._groups.staying_blocks()
                 if self._hold_unused(engine, blocks):
@@ -335,7 +333,6 @@ class CacheState:
         """Release what a recall asks for, or asks for now: it may be open, and raised. False if it is not answered."""
         with self._lock:
             if self._answers:
-                self._is_asked_anew = True
                 now = time.monotonic()
                 if recall.is_guaranteed:
                     self._preempts_at = 0.0
