@@ -53,6 +53,9 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         inner = copy.copy(load_config)
         inner.load_format, inner.model_loader_extra_config = settings.load_format, dict(settings.extra_config)
         self._inner = get_model_loader(inner)
+        self._files: Any = None
+        """The commit of the model that is published now."""
+        self._created: Any = None
         if type(self._inner).load_model is not BaseModelLoader.load_model:
             raise InvalidRequest(
                 f"load_format {settings.load_format!r} does more than to load weights: membroker cannot share them"
@@ -63,7 +66,9 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         self._inner.download_model(model_config)
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        """Load into a model with memory of its own."""
+        """Load into a model with memory of its own. Before it is published, note what it was, and load that commit."""
+        if self._files is not None:
+            self._created, model_config = processed.Created(model), self._files
         self._inner.load_weights(model, model_config)
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
@@ -115,14 +120,15 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
 
     def _publish(self, shared: _Shared, files: Any, vllm_config: Any, model_config: Any, prefix: str) -> Segment:
         """Load and process the model as vLLM does, store what has become of it, and drop it."""
-        loader = _Files(self._inner, files)
-        model = loader.load_model(_apart(vllm_config), model_config, prefix)
-        storages, about = processed.describe(model, loader.created)
+        self._files = files
+        model = super().load_model(_apart(vllm_config), model_config, prefix)
+        storages, about = processed.describe(model, self._created)
+        self._files = self._created = None
         image = TensorImage(storages, {processed.METADATA: about})
         segment = shared.publish(image, storages)
         try:
             before = {name: StorageWeakRef(value.untyped_storage()) for name, value in model.named_parameters()}
-            del loader, model, storages
+            del model, storages
             gc.collect()
             if left := [name for name, reference in before.items() if not reference.expired()]:
                 raise InvalidRequest(
@@ -136,24 +142,6 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
             segment.close()
             raise
         return segment
-
-
-class _Files(BaseModelLoader):  # type: ignore[misc]
-    """Loads and processes a model with memory of its own, as vLLM does, and keeps what it was before."""
-
-    created: processed.Created
-
-    def __init__(self, inner: Any, files: Any) -> None:
-        super().__init__(inner.load_config)
-        self._inner, self._files = inner, files
-
-    def download_model(self, model_config: Any) -> None:
-        """Download nothing: loading does."""
-
-    def load_weights(self, model: Any, model_config: Any) -> None:
-        """Load from the commit that the segment is named by."""
-        self.created = processed.Created(model)
-        self._inner.load_weights(model, self._files)
 
 
 def _apart(vllm_config: Any) -> Any:
