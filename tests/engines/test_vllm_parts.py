@@ -462,7 +462,7 @@ def test_a_fence_is_behind_what_other_connectors_read(runner: str, monkeypatch: 
     mine, other = object.__new__(Membroker), object.__new__(Empty)
     mine._vllm_config = VllmConfig()
     mine._memory = SimpleNamespace(
-        swap_space=SimpleNamespace(save=lambda copies: order.append("save"), load=lambda copies: order.append("load")),
+        swap_space=SimpleNamespace(copy=lambda copies, loads: order.append("load" if loads else "save")),
         launched=SimpleNamespace(begin=lambda number, fenced: order.append(f"event of step {number}")),
         open=lambda: None,
     )
@@ -716,12 +716,12 @@ def test_what_is_swapped_comes_back_byte_for_byte() -> None:
             fill(block, block)
         space = SwapSpace(source_of(model), layout, 100_000, on_gpu=False)
         assert model.stats().books["host"].declared_bytes == 16 * 6000
-        space.save([(1, 0), (2, 15)])
+        space.copy([(1, 0), (2, 15)], loads=False)
         fill(1, 91)
-        space.save([(3, 7)])
-        space.load([(3, 0), (4, 15)])
-        space.load([(5, 7)])
-        space.load([])
+        space.copy([(3, 7)], loads=False)
+        space.copy([(3, 0), (4, 15)], loads=True)
+        space.copy([(5, 7)], loads=True)
+        space.copy([], loads=True)
         expected = {1: (91, 91), 2: (2, 2), 3: (1, 3), 4: (2, 4), 5: (3, 5), 6: (6, 6)}  # of the block, and of its gap
         for block, (byte, gap) in expected.items():
             halves = [bytes([byte + more]) * 3000 + bytes([gap + more]) * 1096 for more in (0, 100)]

@@ -140,7 +140,7 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         """Save the KV cache of preempted requests, before this step writes to any of their blocks."""
         if self._memory.swap_space is not None:
-            self._memory.swap_space.save(kv_connector_metadata.saves)
+            self._memory.swap_space.copy(kv_connector_metadata.saves, loads=False)
 
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         """Settle the fences. vLLM calls this at the start of every step, and of steps without tokens.
@@ -157,7 +157,7 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         A step that resumes none may call this at its end.
         """
         if self.has_connector_metadata() and self._memory.swap_space is not None:
-            self._memory.swap_space.load(self._get_connector_metadata().loads)
+            self._memory.swap_space.copy(self._get_connector_metadata().loads, loads=True)
 
     def get_handshake_metadata(self) -> RankMetadata | None:
         """Tell the scheduler's process where this rank is. vLLM asks when the worker has warmed up."""

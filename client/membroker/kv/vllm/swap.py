@@ -147,20 +147,10 @@ class SwapSpace:
             source.credit(self._size, Location.HOST)
             raise
 
-    def save(self, copies: Copies) -> None:
-        """Queue copies from blocks to slots, in the order of the current stream."""
-        if copies:
-            device, host, sizes = self._places(copies)
-            self._copy(device, host, sizes)
-
-    def load(self, copies: Copies) -> None:
-        """Queue copies from slots to blocks, in the order of the current stream."""
-        if copies:
-            device, host, sizes = self._places(copies)
-            self._copy(host, device, sizes)
-
-    def _places(self, copies: Copies) -> tuple[Any, Any, Any]:
-        """Return the addresses of all pieces of blocks, of the same in their slots, and the sizes."""
+    def copy(self, copies: Copies, *, loads: bool) -> None:
+        """Queue copies to slots, or with `loads` from slots to blocks, in the order of the current stream."""
+        if not copies:
+            return
         blocks, slots = torch.tensor(copies, dtype=torch.int64).T
         devices, hosts, sizes, within = [], [], [], 0
         for tensor in self._layout.tensors:
@@ -168,7 +158,8 @@ class SwapSpace:
             hosts.append(self._address + within + slots * self._layout.block_bytes)
             sizes.append(torch.full_like(blocks, tensor.size))
             within += tensor.size
-        return torch.cat(devices), torch.cat(hosts), torch.cat(sizes)
+        source, target = (hosts, devices) if loads else (devices, hosts)
+        self._copy(torch.cat(source), torch.cat(target), torch.cat(sizes))
 
     def close(self) -> None:
         """Wait for the copies, and free the memory."""
