@@ -105,15 +105,17 @@ def pool() -> BlockPool:
 class Blocks(VllmBlocks):
     """With the tables of requests, as vLLM has them: of each request the blocks in each group."""
 
-    def __init__(self, pool: BlockPool, needs: Sequence[GroupNeed] = (GroupNeed(16, 0, 8),), **options: Any) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        needs: Sequence[GroupNeed] = (GroupNeed(16, 0, 8),),
+        lookahead: int = 0,
+        **options: Any,
+    ) -> None:
         self.known: dict[str, list[list[int]]] = {}
-        super().__init__(
-            pool,
-            needs=needs,
-            tables=lambda name: self.known.get(name, []),
-            new_fence=Scheduled(lambda: 0).fence,
-            **{"watermark": 0, "most_requests": 2, "step_tokens": 8192, **options},
-        )
+        scheduler = {"watermark": 0.0, "max_num_seqs": 2, "max_num_batched_tokens": 8192, "policy": "fcfs", **options}
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(**scheduler), num_lookahead_tokens=lookahead)
+        super().__init__(pool, config, needs, lambda name: self.known.get(name, []), Scheduled(lambda: 0).fence)
 
     def note(self, step: Any) -> None:
         for name in step.preempted_req_ids:
@@ -170,7 +172,7 @@ class TestBlocks:
 
     def test_the_need_of_a_queue_is_what_the_next_steps_compute(self, pool: BlockPool) -> None:
         """The others would have memory that nobody uses yet, while another engine may need it."""
-        blocks = Blocks(pool, most_requests=9, step_tokens=40)
+        blocks = Blocks(pool, max_num_seqs=9, max_num_batched_tokens=40)
         for name in "abcd":
             blocks.add(a_request(name, 40))
         assert blocks.need() == 1 + 3 + 3, "two steps"
@@ -182,7 +184,7 @@ class TestBlocks:
 
     def test_who_runs_keeps_blocks_while_memory_is_short(self, pool: BlockPool) -> None:
         """vLLM admits no request to the last free blocks: it would preempt it again as soon as the others grow."""
-        blocks = Blocks(pool, most_requests=9, watermark=1)
+        blocks = Blocks(pool, max_num_seqs=9, watermark=1.5 / BLOCKS)
         assert [blocks.keep_free(is_short=short) for short in (False, True)] == [1, 1]
         for name in "abc":
             blocks.add(a_request(name, 16))
@@ -194,7 +196,7 @@ class TestBlocks:
 
     def test_the_need_of_requests_that_go_on_is_counted_once_in_some_steps(self, pool: BlockPool) -> None:
         """A count takes the scheduler's time. Until the next one each request takes a block at most."""
-        blocks, counts = Blocks(pool, most_requests=9), list[int]()
+        blocks, counts = Blocks(pool, max_num_seqs=9), list[int]()
         count = blocks._count
         blocks._count = lambda step: (counts.append(1), count(step))  # type: ignore[method-assign]
 
@@ -377,7 +379,7 @@ class TestBlocks:
 
     def test_with_priorities_the_requests_that_matter_least_go_first(self, pool: BlockPool) -> None:
         """vLLM then preempts those with the largest number, and of these the youngest."""
-        blocks = Blocks(pool, most_requests=4, by_priority=True)
+        blocks = Blocks(pool, max_num_seqs=4, policy="priority")
         for number, (name, priority) in enumerate({"a": 1, "b": 0, "c": 2, "d": 1}.items(), 1):
             pool.get_new_blocks(1)
             blocks.add(request := a_request(name, 16))

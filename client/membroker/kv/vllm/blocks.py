@@ -61,35 +61,31 @@ def needs_of(config: Any, groups: Iterable[Any]) -> list[GroupNeed]:
 class VllmBlocks:
     """The free list, reference counts and requests of one vLLM engine.
 
-    `pool` is vLLM's `BlockPool`. Of each group of layers a request takes what `needs` say, `lookahead` tokens for
-    drafts included, and `tables` returns the numbers of its blocks in each group now: all groups have blocks of one
-    pool, and 0 stands where a request needs none any more. At most `most_requests` run at a time, and a step computes
-    `step_tokens` tokens. vLLM admits a request beside others only if `watermark` blocks stay free. It preempts the
-    youngest request first, or with `by_priority` the youngest of those that matter least. `new_fence` returns a fence
-    behind all steps before the one that is being scheduled: no block of this one is unused.
+    `pool` is vLLM's `BlockPool`, and `config` its `VllmConfig`. Of each group of layers a request takes what `needs`
+    say, tokens for drafts included, and `tables` returns the numbers of its blocks in each group now: all groups have
+    blocks of one pool, and 0 stands where a request needs none any more. vLLM admits a request beside others only if
+    the blocks of its watermark stay free. It preempts the youngest request first, or by priority the youngest of those
+    that matter least. `new_fence` returns a fence behind all steps before the one that is being scheduled: no block of
+    this one is unused.
     """
 
     def __init__(
         self,
         pool: Any,
-        *,
+        config: Any,
         needs: Sequence[GroupNeed],
         tables: Callable[[str], Iterable[Iterable[int]]],
-        most_requests: int,
-        step_tokens: int,
-        watermark: int,
-        lookahead: int = 0,
-        by_priority: bool = False,
         new_fence: Callable[[], Fence],
     ) -> None:
         if pool.null_block.block_id != 0:
             raise InvalidRequest(f"vLLM's null block is number {pool.null_block.block_id}, and membroker expects 0")
         self._pool = pool
-        self._needs, self._tables, self._lookahead = needs, tables, lookahead
-        self._most_requests, self._by_priority = most_requests, by_priority
-        self._soon = self._most_soon = STEPS_AHEAD * step_tokens
+        self._needs, self._tables, self._lookahead = needs, tables, config.num_lookahead_tokens
+        scheduler = config.scheduler_config
+        self._most_requests, self._by_priority = scheduler.max_num_seqs, scheduler.policy == "priority"
+        self._soon = self._most_soon = STEPS_AHEAD * scheduler.max_num_batched_tokens
         """How many tokens of requests that wait can still be computed in the next steps."""
-        self._watermark = self._least_watermark = watermark
+        self._watermark = self._least_watermark = int(scheduler.watermark * pool.num_gpu_blocks)
         self.fence = new_fence
         self.requests: dict[str, Any] = {}
         """Those that have not ended."""

@@ -205,17 +205,7 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             [need.block_tokens for need in needs],
             lambda group, tokens: managers[group].get_num_skipped_tokens(tokens),
         )
-        self._blocks = VllmBlocks(
-            pool,
-            needs=needs,
-            tables=manager.get_block_ids,
-            most_requests=config.scheduler_config.max_num_seqs,
-            step_tokens=config.scheduler_config.max_num_batched_tokens,
-            watermark=int(config.scheduler_config.watermark * pool.num_gpu_blocks),
-            lookahead=config.num_lookahead_tokens,
-            by_priority=config.scheduler_config.policy == "priority",
-            new_fence=self._steps.fence,
-        )
+        self._blocks = VllmBlocks(pool, config, needs, manager.get_block_ids, self._steps.fence)
         cache.attach(self._blocks)
         kept = 'they are vLLM\'s own memory (give "weights": "borrowed" to release them, too)'
         if is_shared(config):
