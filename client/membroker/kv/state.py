@@ -10,9 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from .. import Recall
 from ..errors import ClosedError
 from .balloon import Balloon
 from .engine import Engine, Fence
@@ -46,6 +45,8 @@ SHORT_SECONDS: Final = 0.05
 """A question that the broker has not answered after this time waits for others to release memory."""
 LOOKS_AT_REST: Final = 3
 """After so many looks that found nothing to release, an engine at rest has no more than it wants."""
+AnyRecall = Any
+"""A recall of the broker: `membroker.Recall`, or the `RankRecall` of a rank. A model has one open recall at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class CacheState:
         self._fences: dict[int, Fence] = {}
         self._unfenced: set[int] = set()
         """Groups that retire, and have no fence yet."""
-        self._recalls: dict[object, Recall] = {}
+        self._recalls: dict[object, AnyRecall] = {}
         """The open ones, by model: each rank of an engine has a model of its own."""
         self._answers = True
         """Whether recalls are answered: until `end`."""
@@ -93,7 +94,7 @@ class CacheState:
         """From when on a recall is not for the need of the one before it."""
         self._held_at = 0.0
         """When the engine made its last turn."""
-        self._tried: Collection[Recall] = ()
+        self._tried: Collection[AnyRecall] = ()
         """The recalls for which groups were chosen last."""
         self.is_suspended: bool = False
         """Whether `suspend` was called last."""
@@ -329,7 +330,7 @@ class CacheState:
             waits = self._groups.asked_bytes and self._may_wait and is_late
             return bool(waits or self._was_refused or self._asked_back())
 
-    def recalled(self, recall: Recall) -> bool:
+    def recalled(self, recall: AnyRecall) -> bool:
         """Release what a recall asks for, or asks for now: it may be open, and raised. False if it is not answered."""
         with self._lock:
             if self._answers:
@@ -342,7 +343,7 @@ class CacheState:
                 self._tried = [tried for tried in self._tried if tried is not recall]
             return self._answers
 
-    def settled(self, *, has_engine: bool) -> Recall | None:
+    def settled(self, *, has_engine: bool) -> AnyRecall | None:
         """Return an open recall that is to be answered now and forget it, or return None.
 
         That is so if all of it is released, nothing more can be, or its time is nearly over.
@@ -356,7 +357,7 @@ class CacheState:
                     return self._recalls.pop(recall.model)
             return None
 
-    def end(self) -> list[Recall]:
+    def end(self) -> list[AnyRecall]:
         """Return the open recalls, which are to be answered now. None is answered after that."""
         with self._lock:
             self._answers = False
