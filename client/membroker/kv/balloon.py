@@ -71,8 +71,8 @@ class Balloon:
         drain, those go instead that have become free.
 
         With a `size` of 0 groups go that the engine does not want: free ones, sparse ones, and the coldest cached ones
-        beyond `keep`. A call looks at about `most` blocks for that, or for what has become free, and the next one goes
-        on from there: see `is_sweeping`.
+        beyond `keep`. A call looks at about `most` blocks for that, or for what has become free, and at up to four
+        times as many if so many are not wanted. The next one goes on from there: see `is_sweeping`.
         """
         if size > self.groups.going_bytes:
             return self._choose_asked(size, engine)
@@ -124,7 +124,7 @@ class Balloon:
                 left -= look.loss
                 self._drain(look.group, chosen)
 
-        for group in self._next_groups(most):
+        for group in self._next_groups(max(most, min(left, 4 * most))):
             look = self._look(group, engine)
             if not look.warmth and 2 * look.used <= len(self._layout.members(group)):
                 spare(look)

@@ -34,11 +34,10 @@ take as long."""
 ASK_GROUPS, MOST_GROUPS = 4, 64
 """How many groups are asked for at once, at first and at most: a question takes 0.4 ms, and several times that beside
 an engine that holds the GIL, whether for one page or for many. After a grant four times as many are asked for, if so
-many are wanted. More than ASK_GROUPS are asked for as memory ahead of need: the broker lends it if it is free and
-nobody waits, and else refuses at once, so that no page waits for others of its question. With several ranks it stays at
-ASK_GROUPS: until the last rank has answered, those before it have what it may refuse."""
-ALONE_SECONDS: Final = 1.0
-"""How long one is asked for at a time after a question that was refused, or that waited."""
+many are wanted; after a question that was refused, or that waited, only one. More than ASK_GROUPS are asked for as
+memory ahead of need: the broker lends it if it is free and nobody waits, and else refuses at once, so that no page
+waits for others of its question. With several ranks it stays at ASK_GROUPS: until the last rank has answered, those
+before it have what it may refuse."""
 AHEAD_SECONDS: Final = 1.0
 """How long nothing is asked ahead of need after such a question was refused."""
 SHORT_SECONDS: Final = 0.05
@@ -106,10 +105,8 @@ class CacheState:
         """When the last question was asked."""
         self._was_refused = False
         """Whether the last answer was a refusal."""
-        self._alone_until = 0.0
-        """Until when one group is asked for at a time."""
         self._most = ASK_GROUPS
-        """How many groups are asked for at once otherwise."""
+        """How many groups are asked for at once."""
         self._may_wait = False
         """Whether the last question may wait in the broker's queue."""
         self._grants = self._refusals = 0
@@ -145,7 +142,7 @@ class CacheState:
         with self._lock:
             now, asked, found = time.monotonic(), list[int](), self._next_question()
             is_needed = found is not None and found[1]
-            most = self._most if is_needed and now >= self._alone_until else 1
+            most = self._most if is_needed else 1
             while found is not None:
                 self._groups.move(found[0], "asked")
                 asked.append(found[0])
@@ -170,12 +167,10 @@ class CacheState:
                 self._groups.move(group, "mapped" if is_granted else "refused")
             self._was_refused = not is_granted
             now = time.monotonic()
-            if not is_granted or (self._may_wait and now - self._asked_at > SHORT_SECONDS):
-                self._alone_until = now + ALONE_SECONDS
+            is_prompt = is_granted and not (self._may_wait and now - self._asked_at > SHORT_SECONDS)
             if not (is_granted or self._may_wait):
                 self._ahead_at = now + AHEAD_SECONDS
-            if not self._has_ranks:
-                self._most = min(MOST_GROUPS, max(ASK_GROUPS, 4 * len(groups) * is_granted))
+            self._most = min(ASK_GROUPS if self._has_ranks else MOST_GROUPS, 4 * len(groups)) if is_prompt else 1
             self._grants += len(groups) * is_granted
             self._refusals += not is_granted
             self._changed.notify_all()

@@ -184,7 +184,10 @@ def test_what_has_become_free_goes_instead_of_what_drains() -> None:
 
 
 def test_a_sweep_looks_at_few_groups_at_a_time() -> None:
-    """A scheduler has no time for thousands of blocks in a step: each call goes on where the last one ended."""
+    """A scheduler has no time for thousands of blocks in a step: each call goes on where the last one ended.
+
+    It has some more for many blocks that are not wanted.
+    """
     balloon = Balloon(block_major(MIB, 20))
     with_memory(balloon, 10)
     asked: list[int] = []
@@ -195,14 +198,17 @@ def test_a_sweep_looks_at_few_groups_at_a_time() -> None:
 
     looks = []
     for _ in range(3):
-        balloon.choose(1, 0, asking(unused=unused), most=6)
+        balloon.choose(14, 0, asking(unused=unused), most=6)
         looks.append((asked[:], balloon.is_sweeping))
         asked.clear()
     assert looks == [([18, 19, 16, 17, 14, 15], True), ([12, 13, 10, 11, 8, 9], True), ([6, 7, 4, 5, 2, 3], True)]
-    balloon.choose(1, 0, asking(unused=unused), most=6)
+    balloon.choose(14, 0, asking(unused=unused), most=6)
     assert (asked, balloon.is_sweeping) == ([], False), "block 0 is always there"
-    balloon.choose(1, 0, asking(unused=unused), most=1)
+    balloon.choose(19, 0, asking(unused=unused), most=1)
     assert asked == [18, 19]
+    asked.clear()
+    balloon.choose(10, 0, asking(unused=unused), most=1)
+    assert asked == [16, 17, 14, 15]
     balloon.choose(20, 0, asking(unused=unused))
     assert not balloon.is_sweeping, "there is nothing to spare now"
 
