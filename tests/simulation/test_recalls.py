@@ -34,7 +34,7 @@ SHOWN_IN = {
     "an_answer_may_be_for_less_than_the_first_notice": 20_311,
     "any_release_counts": 20_375,
     "any_session_may_answer": 20_279,
-    "late_sessions_are_trusted": 20_423,
+    "late_sessions_are_trusted": 20_455,
     "late_sessions_borrow_on": 20_285,
     "late_sessions_can_be_asked": 20_311,
     "lost_and_still_asked": 20_261,

@@ -24,7 +24,7 @@ from membrokerd.core.ledger import replay
 from membrokerd.core.recount import recount
 
 STEPS = 64_000
-SEEDS = [int(seed) for seed in os.environ.get("MEMBROKER_SEEDS", "6").split(",")]
+SEEDS = [int(seed) for seed in os.environ.get("MEMBROKER_SEEDS", "22").split(",")]
 
 
 @pytest.fixture(scope="module", params=[pytest.param(seed, marks=pytest.mark.deep) for seed in SEEDS])
