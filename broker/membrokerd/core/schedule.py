@@ -144,7 +144,7 @@ class Schedule:
         """The guarantees by which the lines are grouped, and `_shares` divides."""
         self._shares = self._new_shares()
         self.deadline: int | None = None
-        """When the first hold ends, in nanoseconds."""
+        """When the first hold ends, in nanoseconds; None without holds."""
 
     def divide_again(self) -> None:
         """Forget the shares: something has changed that they depend on."""
