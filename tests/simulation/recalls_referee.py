@@ -195,7 +195,7 @@ class RecallsReferee:
     @property
     def holds_at_grant(self) -> dict[Any, Any]:
         """The holds when a request of this step was granted: those that it has begun or raised came after that."""
-        holds = self._world.broker.schedule._holds
+        holds = self._world.broker.schedule.holds._holds
         return {key: hold for key, hold in self.holds.items() if key in holds and self._goes_on(key)}
 
     def _goes_on(self, key: Any) -> bool:
@@ -207,7 +207,7 @@ class RecallsReferee:
     def before(self, event: ev.Event) -> None:
         """Take down what a step may change."""
         broker = self._world.broker
-        self.holds = dict(broker.schedule._holds)
+        self.holds = dict(broker.schedule.holds._holds)
         self._asked_for = {one.wanted_by for one in broker.books.recallable.recalls.values() if not one.late}
         self._sizes = []
         if isinstance(event, ev.Release) and self.asked and event.session in broker.ledger.sessions:
@@ -607,7 +607,7 @@ class RecallsReferee:
         wanted: Counter[ModelName] = Counter()
         for one in waiting:
             wanted[one.name] += one.size
-        for (name, at), hold in self._world.broker.schedule._holds.items():
+        for (name, at), hold in self._world.broker.schedule.holds._holds.items():
             if at == where:
                 more = min(hold.size, shares.get(name, 0)) - guarantees.lent(name, where)
                 wanted[name] = max(wanted[name], more)
@@ -624,7 +624,7 @@ class RecallsReferee:
 
     def _judge_holds(self, event: ev.Event, step: Step, asked_at: set[Location]) -> None:
         broker, now = self._world.broker, self._world.now
-        for key, hold in broker.schedule._holds.items():
+        for key, hold in broker.schedule.holds._holds.items():
             assert now < hold.until <= now + HOLD_NS or broker.waiting.left_over, "a hold does not end"
             before = self.holds.get(key)
             if hold == before:
@@ -654,7 +654,7 @@ class RecallsReferee:
         for size in reversed(_debited(step, key)):
             lent.append(lent[-1] - size)
         sizes = self._wanted_together(event, name, where)
-        wasted = self._world.broker.schedule._wasted.get(name.tenant)
+        wasted = self._world.broker.schedule.holds._wasted.get(name.tenant)
         if wasted is not None and self._world.now < wasted.until:
             sizes = self._wanted_together(event, name, where, hints=False)
         more = {max(min(size, capacity), hold.step - hold.step % rules.granularity) for size in sizes}

@@ -72,7 +72,7 @@ def _divide(
         if one.event.location == where:
             wanted[one.name] += one.size
     given = {undone.name: undone.size} if undone else {}
-    holds = referee.recalls.holds_at_grant if undone else broker.schedule._holds
+    holds = referee.recalls.holds_at_grant if undone else broker.schedule.holds._holds
     for (name, at), hold in holds.items():
         if at == where:
             wanted[name] = max(wanted[name], hold.size - guarantees.lent(name, where) + given.get(name, 0))

@@ -16,6 +16,7 @@ from tests.simulation.world import World, is_crowded
 from membrokerd.core import policy, schedule
 from membrokerd.core.admission import Admission
 from membrokerd.core.books import Books
+from membrokerd.core.model_holds import ModelHolds
 from membrokerd.core.recallable import Borrower, Recallable
 from membrokerd.core.recalls import Recalls
 from membrokerd.core.request_lines import BySize, RequestLines, call_of
@@ -212,7 +213,7 @@ def _what_is_wanted_soon_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DebitRequest, "wanted", property(lambda self: self.size))
 
 
-@instead_of(Schedule, "_hold")
+@instead_of(ModelHolds, "_begin")
 def _more_is_wanted_than_there_is(
     hold: Any, self: Any, name: Any, location: Any, requested: int, wanted: int, now: int
 ) -> None:
@@ -222,7 +223,7 @@ def _more_is_wanted_than_there_is(
     self._holds[name, location] = found._replace(size=size)
 
 
-@instead_of(Schedule, "_hold")
+@instead_of(ModelHolds, "_begin")
 def _a_hold_grows_by_the_same_step(
     hold: Any, self: Any, name: Any, location: Any, requested: int, wanted: int, now: int
 ) -> None:

@@ -172,7 +172,7 @@ class WaitingReferee:
     def _held_beside(self, one: Any, shares: Any, holds: Any = None) -> float:
         """Return what the holds of other models keep from a request."""
         where, guarantees = one.event.location, self._referee.guarantees
-        holds = self._world.broker.schedule._holds if holds is None else holds
+        holds = self._world.broker.schedule.holds._holds if holds is None else holds
         others = [(name, hold.size) for (name, at), hold in holds.items() if at == where and name != one.name]
         return float(
             sum(max(0, min(size, shares.get(name, 0)) - guarantees.lent(name, where)) for name, size in others)
@@ -182,7 +182,7 @@ class WaitingReferee:
         """A request whose turn it is does not wait, and what entitled requests lack is recalled."""
         ready = [one for one in waiting if self._has_room(one)]
         recalls, now = self._referee.recalls, self._world.now
-        holds = [key for key in self._world.broker.schedule._holds if key[1] == where]
+        holds = [key for key in self._world.broker.schedule.holds._holds if key[1] == where]
         if not recalls.is_possible and not holds:
             assert not ready, f"{ready} wait, and there is room"
             return
@@ -329,7 +329,7 @@ class WaitingReferee:
             better += one.size if theirs < mine else 0
             left = self._world.broker.ledger.totals[where].free >= better  # for all of them
             assert mine <= theirs or (final and left), f"{last} went before {one}, which has a better right"
-            held = mine == 2 and any(at == where for _, at in self._world.broker.schedule._holds)
+            held = mine == 2 and any(at == where for _, at in self._world.broker.schedule.holds._holds)
             if one.event.call in fitting and not final and mine == theirs and not held:
                 assert last.event.call < one.event.call, f"{last} went before {one}, which is older"
 

@@ -105,7 +105,8 @@ class Broker:
             recalls.room = MOST_AT_ONCE
         if waiting.busy:
             waiting.begin_step(event)
-            self.schedule.elapsed(now)
+            if self.schedule.holds.elapsed(now):
+                self.schedule.divide_again()
         if isinstance(event, _REQUESTS) and (denied := self._refuse_request(event)) is not None:
             self._answer_refused(event, denied)
         else:
@@ -120,7 +121,7 @@ class Broker:
             waiting.drain()
         if books.recallable.moved:
             self.lines.follow()
-        if len(books.ledger.touched) > PORTION or self.schedule.deadline is not None:
+        if len(books.ledger.touched) > PORTION or self.schedule.holds.deadline is not None:
             self.schedule.follow()
         is_quiet = not waiting.busy and recalls.deadline is None and attaches.deadline is None
         return Step(effects, facts, None if is_quiet and recalls.room else self.deadline)
@@ -134,7 +135,12 @@ class Broker:
         """When the core wants to hear `Elapsed`: see `Step.deadline`."""
         if self.waiting.left_over or not self.recalls.room:
             return 0
-        ends = (self.segments.attaches.deadline, self.waiting.deadline, self.recalls.deadline, self.schedule.deadline)
+        ends = (
+            self.segments.attaches.deadline,
+            self.waiting.deadline,
+            self.recalls.deadline,
+            self.schedule.holds.deadline,
+        )
         first = None
         for at in ends:
             if at is not None and (first is None or at < first):

@@ -163,6 +163,14 @@ class Recalls:
                 state.count(borrower)
                 self._say(borrower, recall, recall.size, recall.deadline - now)
 
+    def is_on_its_way(self, location: Location) -> bool:
+        """Say whether a recall will bring bytes, or this step has asked as many sessions as one step may."""
+        return self._state.coming(location) > 0 or not self.room
+
+    def not_asked(self, name: ModelName, location: Location) -> int:
+        """Return what a model is charged and not asked for."""
+        return self._books.admission.lent(name, location) - self._state.asked_of_model(name, location)
+
     def _say(self, borrower: Borrower, recall: PendingRecall, size: int, within: int) -> None:
         self._books.emit(
             fx.SendRecall(

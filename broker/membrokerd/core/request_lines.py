@@ -251,6 +251,19 @@ class Entitled(BySize):
         return iter(sorted(found, key=number_of))
 
 
+class Look(NamedTuple):
+    """A group, and how many bytes one of its requests can have: now, in the end, and within a guarantee.
+
+    Those of at most `most` bytes want something: the others have no room, and do not wait or cannot be helped.
+    """
+
+    group: LineGroup
+    room: int
+    bound: int
+    guaranteed: int
+    most: int
+
+
 def _changes(before: Mapping[ModelName, int], after: Mapping[ModelName, int]) -> Collection[ModelName]:
     """Return the models whose shares are not the same."""
     if len(before) == len(after) and all(map(operator.is_, before, after)):  # no name is hashed

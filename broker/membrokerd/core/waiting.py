@@ -133,7 +133,7 @@ class Waiting:
 
     def _is_behind(self, request: DebitRequest) -> bool:
         """Say whether a new request that has room must wait, or be refused, because others come first."""
-        if request.location not in self._timed and not self._schedule.has_holds:
+        if request.location not in self._timed and not self._schedule.holds:
             return False
         if request.is_ahead:
             return not self._schedule.may_go_ahead(request)
@@ -186,7 +186,7 @@ class Waiting:
                 numbers["recalled_bytes"] = asked
             if has_waited and request.deadline is None and not isinstance(event, ev.Declare):
                 self._schedule.refused(request, now)
-                self.busy = self.busy or self._schedule.has_holds
+                self.busy = self.busy or bool(self._schedule.holds)
         if request.deadline is not None and denied.reason is not Reason.STOPPING:
             numbers["waited_ms"] = (now - request.since) // 1_000_000
         request.move("refused")
@@ -409,8 +409,8 @@ class Waiting:
         """Return the request to settle next, because its turn has come or its wait ends; None: no request."""
         if self.left_over:
             return None
-        found = self._next(now) if self._timed or self._schedule.has_holds else None
-        self.busy = bool(self._timed) or self._schedule.has_holds
+        found = self._next(now) if self._timed or self._schedule.holds else None
+        self.busy = bool(self._timed or self._schedule.holds)
         if not self.busy:
             self._turns = self._looks = 0
         if found is not None and self._turns >= MOST_AT_ONCE and not self._books.stopping:
@@ -462,7 +462,7 @@ class Waiting:
         """Return a value that changes with everything that can give a request its turn, except the time."""
         books, schedule = self._books, self._schedule
         revisions = books.ledger.revision, books.admission, books.recallable.revision
-        return *revisions, schedule.deadline, schedule.is_left_over
+        return *revisions, schedule.holds.deadline, schedule.is_left_over
 
     def share(self, name: ModelName, location: Location, session: int | None = None) -> tuple[int, int]:
         """Return what a model could have if it wanted as much as there is, and how much more than now that is.

@@ -123,7 +123,7 @@ class Replayer:
         broker = self.broker
         if self.now - self._happened_at < QUIET_NS or broker.waiting.left_over:
             return 0
-        others = (broker.segments.attaches.deadline, broker.waiting.deadline, broker.schedule.deadline)
+        others = (broker.segments.attaches.deadline, broker.waiting.deadline, broker.schedule.holds.deadline)
         return min([until, *(at for at in others if at is not None)])
 
     def _with_others(self, due: tuple[int, float, int, Any], ids: list[range]) -> list[range]:
