@@ -90,6 +90,7 @@ def test_text_that_a_tenant_chose_is_not_a_record(path: Path) -> None:
     facts, (sentence,) = read(path)
     assert facts == STEPS[0]
     assert "is incomplete" in sentence
+    assert int.from_bytes(b"\0\0\0 ", "little") >= MAX_FILE_BYTES, "a text can be a length"
 
 
 def test_the_search_after_damage_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +189,8 @@ ASIDE = {
     "a time before the boot": (HEADER + record([[3, 1, -1]]), "other-format"),
     "a limit below zero": (HEADER + record([[4, ["a", "m"], None, {"device": -1}]]), "other-format"),
     "a pid above 2^31": (HEADER + record([[1, 1, "a", 1 << 31, 0, "p", False, "c", 1, "", ""]]), "other-format"),
+    "a user above 2^32": (HEADER + record([[1, 1, "a", 1, 1 << 32, "p", False, "c", 1, "", ""]]), "other-format"),
+    "an id above 2^64": (HEADER + record([[3, 1 << 64, 2]]), "other-format"),
     "another boot": (record(["membroker journal", 1, "boot-0", "GPU-1"]), "other-boot"),
     "another device": (record(["membroker journal", 1, "boot-1", "GPU-2"]), "other-device"),
     "another version": (record(["membroker journal", 2, {"boot": "boot-1"}]), "other-format"),
