@@ -31,6 +31,8 @@ from membrokerd.core.names import LOCATIONS, Location, ModelName, QuotaKey, Segm
 from membrokerd.core.recount import recount
 
 SECOND = 1_000_000_000
+START = 1_000 * SECOND
+"""When a script begins. Its times count from here, so a wrong sum of two times is noticed."""
 EPOCH_BITS = 40
 GIVEN = "given "
 LINE = 114
@@ -44,7 +46,7 @@ class Script:
 
     def __init__(self, books: Callable[[Any], Any]) -> None:
         self.books = books
-        self.now = 0
+        self.now = START
         self.rules = policy.Rules(granularity=2 * MIB, capacities={"device": 64 * MIB, "host": 0})
         self.epoch = 1
         self.broker = Broker(self.rules, self.epoch)
@@ -95,7 +97,9 @@ class Script:
         before, self.waits = self.waits, (requests, until)
         if self.waits == before:
             return ""
-        said = [f"{requests} waiting"] * bool(requests) + ([f"until {until / SECOND:g}s"] if until is not None else [])
+        said = [f"{requests} waiting"] * bool(requests) + (
+            [f"until {seconds_text(until)}"] if until is not None else []
+        )
         return "~ " + (", ".join(said) or "no deadline")
 
     def do_rules(self, **options: str) -> None:
@@ -150,8 +154,9 @@ class Script:
 
     def do_at(self, seconds: str) -> None:
         """Let the clock show this."""
-        assert float(seconds) * SECOND >= self.now, "time goes forward"
-        self.now = int(float(seconds) * SECOND)
+        now = START + int(float(seconds) * SECOND)
+        assert now >= self.now, "time goes forward"
+        self.now = now
 
     def do_heard(self, name: str, request: str) -> ev.Event:
         """What others had said before this request of a session has been told."""
@@ -497,7 +502,7 @@ class Script:
         if key == "models" and not isinstance(value, str):
             return ",".join(f"{name.tenant}/{name.model}" for name in value) or "none"
         if key in ("at", "began_at", "used_at", "slice_until") and value is not None:
-            return f"{value / SECOND:g}s"
+            return seconds_text(value)
         if key == "name" and isinstance(value, ModelName):
             return f"{value.tenant}/{value.model}"
         if key == "limits":
@@ -562,6 +567,10 @@ def mib(text: str) -> int:
 
 def size_text(size: int) -> str:
     return str(size // MIB) if size % MIB == 0 else f"{size}B"
+
+
+def seconds_text(time: int) -> str:
+    return f"{(time - START if time else 0) / SECOND:g}s"
 
 
 def parse_id(text: str) -> int:
