@@ -1,7 +1,7 @@
-"""A daemon with one fault: `python -m tests.support.faulty_daemon FAULT …` in the place of `membrokerd`.
+"""A daemon with a fault: `python -m tests.support.faulty_daemon FAULT …` in the place of `membrokerd`.
 
-FAULT is the name of a function below, which plants it. What a test tells the fault is in a file or a word that a
-variable of the environment names.
+FAULT is the name of a function below, which plants it, or several with commas between them. What a test tells the
+fault is in a file or a word that a variable of the environment names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from membrokerd.edge.handoff import connection, listener
 from membrokerd.restart import descriptor_store, process_watch
 from membrokerd.restart.journal import Journal
 from membrokerd.runtime import eviction, loop, sleeping
-from membrokerd.system import failpoints, pods, process, turns
+from membrokerd.system import device_directory, failpoints, pods, process, turns
 
 ARMED = "MEMBROKER_TEST_CRASH"
 HANG = "MEMBROKER_TEST_HANG"
@@ -174,6 +174,11 @@ def count_turns() -> None:
     turns.Turns.end = end_counting  # type: ignore[method-assign]
 
 
+def take_descriptors() -> None:
+    """Its kernel is older than Linux 6.16: peers can pass it descriptors. No socket option has this number."""
+    device_directory.SO_PASSRIGHTS = 9_999
+
+
 def quiet() -> None:
     """It is without the `--log-level debug` that tests start every daemon with: the file alone decides."""
     del sys.argv[-2:]
@@ -307,5 +312,6 @@ def in_user_namespace() -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv.pop(1)]()
+    for fault in sys.argv.pop(1).split(","):
+        globals()[fault]()
     sys.exit(main(sys.argv[1:]))

@@ -8,6 +8,8 @@ from tests.support.daemons import Daemon
 from tests.support.sizes import PAGE
 
 CONFIG = {"max_models_per_tenant": 4}
+TAKES_DESCRIPTORS = "tests.support.faulty_daemon take_descriptors"
+"""The module of a daemon to which a peer can pass descriptors, as to any before Linux 6.16."""
 
 
 class Scene(NamedTuple):

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 from tests.support.daemons import Daemon, running
-from tests.support.scene import CONFIG, Scene
+from tests.support.scene import CONFIG, TAKES_DESCRIPTORS, Scene
 
 import membroker
 from membroker.admin import Admin
@@ -41,7 +41,7 @@ def stack() -> Iterator[ExitStack]:
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
     """One daemon for all requests that are refused: none of them may leave anything behind."""
-    with running(CONFIG) as daemon, membroker.connect(str(daemon.endpoint("blue"))) as worker:
+    with running(CONFIG, module=TAKES_DESCRIPTORS) as daemon, membroker.connect(str(daemon.endpoint("blue"))) as worker:
         scene = Scene(daemon, worker, worker.model("honest"))
         yield scene
         scene.unharmed()

@@ -14,12 +14,14 @@ from tests.support import raw
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
 from tests.support.lingering import pass_lingering
 from tests.support.raw import Connection, Session, reason
-from tests.support.scene import CONFIG, PAGE, Scene
+from tests.support.scene import CONFIG, PAGE, TAKES_DESCRIPTORS, Scene
 
 import membroker
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2
+from membroker.wire import frames as handoff
+from membrokerd.system.device_directory import SO_PASSRIGHTS
 
 # --- Before a Hello ---
 
@@ -71,6 +73,39 @@ def test_the_last_word_is_heard_whatever_was_sent_behind(scene: Scene, unmoved: 
                 for _ in range(5):
                     eager.send_bytes(b"x" * 100)
             assert reason(eager.receive().frame.reply.error) == "UNSUPPORTED_VERSION"
+
+
+def _can_refuse_descriptors() -> bool:
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
+        except OSError:
+            return False
+        return True
+
+
+@pytest.mark.skipif(not _can_refuse_descriptors(), reason="needs Linux 6.16")
+def test_nobody_can_pass_a_descriptor(daemon: Daemon) -> None:
+    """Who closes the last descriptor of a file waits for the file.
+
+    If that is a file of a FUSE file system with a cache for writes, whose program answers no write, that is for as long
+    as this program likes, and no signal ends the wait: it may be any user's. A daemon that has been passed such a file
+    cannot end, keeps its lock, and so has no successor; with some more of them its endpoint accepts nobody.
+    """
+    for path, kind in (
+        (daemon.endpoint("red") / "handoff.sock", socket.SOCK_SEQPACKET),
+        (daemon.endpoint("red") / "grpc.sock", socket.SOCK_STREAM),
+        (daemon.admin / "grpc.sock", socket.SOCK_STREAM),
+    ):
+        with socket.socket(socket.AF_UNIX, kind) as sock:
+            with hold_still(daemon):
+                sock.connect(str(path))
+                with pytest.raises(PermissionError):  # it waits to be accepted
+                    handoff.send(sock, b"x", [0])
+            with pytest.raises(PermissionError):
+                handoff.send(sock, b"x", [0])
+    with Session(daemon.endpoint("red")) as session, pytest.raises(PermissionError):
+        handoff.send(session.sock, b"x", [0])
 
 
 def test_descriptors_unasked_are_never_installed(scene: Scene, unmoved: Callable[[], None]) -> None:
@@ -189,7 +224,10 @@ VIOLATIONS: dict[str, Callable[[Session], None]] = {
 
 def test_violations_end_the_connection_and_nothing_else() -> None:
     """Each ends its own connection; its session stays charged, detached; nobody else notices."""
-    with running(CONFIG) as daemon, membroker.connect(str(daemon.endpoint("blue"))) as worker:
+    with (
+        running(CONFIG, module=TAKES_DESCRIPTORS) as daemon,
+        membroker.connect(str(daemon.endpoint("blue"))) as worker,
+    ):
         scene = Scene(daemon, worker, worker.model("honest"))
         for case, violate in VIOLATIONS.items():
             session = Session(daemon.endpoint())

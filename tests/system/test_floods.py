@@ -64,7 +64,8 @@ class Scene(NamedTuple):
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[Scene]:
     config = {"capacity": "40GiB", "settle_seconds": 1.0, "max_sessions": 64, "log": {"level": "info"}}
-    with running(config, module=COUNTED) as daemon, honest(daemon) as one, honest(daemon, "grpc") as other:
+    module = f"{COUNTED},take_descriptors"
+    with running(config, module=module) as daemon, honest(daemon) as one, honest(daemon, "grpc") as other:
         yield Scene(daemon, {"handoff": one, "grpc": other}, descriptors_at_rest(daemon))
 
 

@@ -1,5 +1,8 @@
 """How the sockets of peers are closed: descriptors may lie in them unread, and nobody may wait for those.
 
+From Linux 6.16 on, no descriptor gets there (SO_PASSRIGHTS in `system/device_directory.py`). Before, this is what can
+be done.
+
 The kernel keeps what a packet carries until the packet is read or its socket is closed, and the thread that does that
 lets go of it. If nobody else has it, that takes long: 0.3 s for each GiB of a memfd, and any time for a TCP socket that
 lingers (SO_LINGER). So a packet with descriptors is never read, and its socket is closed on a thread. A signal ends the

@@ -24,6 +24,8 @@ from . import files, logs
 
 MAX_EPOCH = (1 << 24) - 1
 """The last epoch. An id is an epoch and a counter, together 64 bits."""
+SO_PASSRIGHTS = getattr(socket, "SO_PASSRIGHTS", 83)
+"""The option of a socket, since Linux 6.16, whether it takes descriptors. Its connections inherit it."""
 _OF_ALL = "all"
 """The place of a device's name in the directory of `membrokerd --all`."""
 _NUMBER_BYTES = 64
@@ -345,9 +347,14 @@ class DeviceDirectory:
     def listen(
         self, public: Path, ownership: Ownership, kind: socket.SocketKind = socket.SOCK_SEQPACKET
     ) -> socket.socket:
-        """Return a listening, non-blocking socket at `public`."""
+        """Return a listening, non-blocking socket at `public`.
+
+        Nobody can pass it or its connections a descriptor: to close that may take as long as who passed it likes.
+        """
         listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
+            with suppress(OSError):  # before Linux 6.16: see `edge/closing.py`
+                listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
             private = self.private("handoff")
             listener.bind(os.fspath(private))
             listener.listen(1024)
