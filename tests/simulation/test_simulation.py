@@ -105,8 +105,8 @@ def _no_death_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
 @instead_of(segments.Segments, "_end_writing")
 def _no_word_of_a_dead_writer(_was: Any, self: Any, row: Any, cause: str) -> None:
     self._books.record(ft.SegmentMoved(row.segment, cause))
-    if row.segment in self._sealing:
-        self._books.answer(self._sealing.pop(row.segment), lending.deny(lending.Reason.WRITER_DIED))
+    for asked in self._sealing.pop(row.segment, ()):
+        self._books.answer(asked, lending.deny(lending.Reason.WRITER_DIED))
 
 
 def _nobody_drops_what_was_not_sealed(monkeypatch: pytest.MonkeyPatch) -> None:

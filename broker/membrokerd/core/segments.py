@@ -43,8 +43,8 @@ class Segments:
         self._lending = lending
         self.attaches = Attaches(books, lending)
         self._creation = Kind(self._refuse_create, self._make)
-        self._sealing: dict[int, ev.SealSegment] = {}
-        """By segment: the request to seal it that is to be answered."""
+        self._sealing: dict[int, list[ev.SealSegment]] = {}
+        """By segment: the requests to seal it that are to be answered."""
 
     # --- create and seal ---
 
@@ -128,7 +128,7 @@ class Segments:
 
     def seal(self, event: ev.SealSegment) -> None:
         """Seal a segment. The writer may ask again, because it may have missed the answer, also one that came before
-        the segment was deleted.
+        the segment was deleted. What asks before it is sealed is answered together.
         """
         denied = self._refuse_seal(event)
         if denied:
@@ -139,12 +139,10 @@ class Segments:
             self._books.answer(event.call, self.view(row))
             return
         self._lending.wait(event.session, event.request_id)
-        if row.state == "sealing":  # only the last request is answered with the outcome
-            self._answer_seal(row, deny(Reason.DELIVERY_FAILED))
-        else:
+        self._sealing.setdefault(event.segment, []).append(event)
+        if row.state == "writing":
             self._books.record(ft.SegmentMoved(event.segment, "seal asked"))
             self._books.emit(fx.Seal(event.segment))
-        self._sealing[event.segment] = event
 
     def _refuse_seal(self, event: ev.SealSegment) -> Denied | None:
         row = self._find_held(event.session, event.segment)
@@ -154,7 +152,12 @@ class Segments:
             return deny(
                 Reason.SEGMENT_NOT_WRITABLE, segment=str(row.full_name()), state=_TOLD.get(row.state, row.state)
             )
-        return deny(Reason.WRITER_DIED, segment=str(row.full_name())) if row.state == "ending" else None
+        if row.state == "ending":
+            return deny(Reason.WRITER_DIED, segment=str(row.full_name()))
+        most = self._books.rules.max_calls_per_session
+        if len(self._sealing.get(row.segment, ())) >= most:
+            return deny(Reason.TOO_MANY_REQUESTS, limit=most, whose="session", calls="unanswered seals of a segment")
+        return None
 
     def sealed(self, event: ev.Sealed) -> None:
         """Let sessions attach the segment, those that waited for it first, in the order of their requests."""
@@ -183,14 +186,13 @@ class Segments:
             self.drop_if_left(row)
 
     def _answer_seal(self, row: SegmentRow, result: fx.Result | Denied) -> None:
-        asked = self._sealing.pop(row.segment, None)
-        if asked is not None:
+        for asked in self._sealing.pop(row.segment, ()):
             self._lending.wait_no_more(asked.session, asked.request_id)
             self._books.answer(asked.call, result)
 
     def give_up_seals(self, session: int) -> None:
         """Fail the pending seals of a session that resumes. The seals go on; the session asks for them again."""
-        for segment in [segment for segment, asked in self._sealing.items() if asked.session == session]:
+        for segment in [segment for segment, asked in self._sealing.items() if asked[0].session == session]:
             self._answer_seal(self._books.ledger.segments[segment], deny(Reason.DELIVERY_FAILED))
 
     def _asked_to_seal(self, segment: int) -> SegmentRow | None:
