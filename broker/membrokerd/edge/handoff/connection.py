@@ -102,14 +102,14 @@ class HandoffConnection:
         self._aside: pb.Frame | None = None
         """A read whose answer was too long to be kept while the socket has no room. It is done again."""
         self._turns = self._loop.turns
-        self._peers_tenant = endpoint.tenant_of(peer.uid)
+        self.peers_tenant: str = endpoint.tenant_of(peer.uid)
         self._io.add_reader(sock, self._readable)
 
     # --- in ---
 
     def _readable(self) -> None:
         """Read when it is the tenant's turn."""
-        self._turns.put(self._peers_tenant, self.read)
+        self._turns.put(self.peers_tenant, self.read)
 
     def read(self) -> bool:
         """Read and handle the next frame. Return False when no frame has come, or while nothing is read."""

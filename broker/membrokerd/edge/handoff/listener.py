@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import Counter
 
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
@@ -21,7 +22,7 @@ from .endpoint import HandoffEndpoint
 from .peer import attest
 
 MAX_SILENT = 64
-"""Connections of one endpoint that have not said Hello. The oldest makes room for the newest."""
+"""Connections of one endpoint that have not said Hello. One of the tenant with the most makes room, its oldest."""
 HELLO_SECONDS = 5.0
 
 
@@ -61,7 +62,10 @@ class Listener:
         )
         self._silent[connection] = self._io.call_later(HELLO_SECONDS, self._give_up, connection, "it sent no Hello")
         if len(self._silent) > MAX_SILENT:
-            self._give_up(next(iter(self._silent)), "too many connections sent no Hello")
+            tenants = Counter(silent.peers_tenant for silent in self._silent)
+            crowd, _ = tenants.most_common(1)[0]
+            oldest = next(silent for silent in self._silent if silent.peers_tenant == crowd)
+            self._give_up(oldest, "too many connections sent no Hello")
 
     def _give_up(self, connection: HandoffConnection, why: str) -> None:
         """Close a connection, unless its Hello has arrived unread because the broker itself was suspended."""
