@@ -6,14 +6,20 @@ Owns the choice between the two. It must never print.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from .. import AccessDenied, BrokerUnavailable, Client, InvalidRequest
 from ..admin import Admin
+from ..errors import MembrokerError
 from ..ext import endpoint as endpoints
 from ..ext import enter, names
+from ..vmm.driver import DriverError
+
+Read = TypeVar("Read")
 
 
 @contextmanager
@@ -28,6 +34,24 @@ def open_books(
     found = Admin(admin_socket(endpoint, env)) if is_admin(endpoint, admin, env) else _enter(endpoint, env, observer)
     with closing(found):
         yield found
+
+
+def read_on(
+    enter: Callable[[], AbstractContextManager[Client | Admin]], read: Callable[[Client | Admin], Read], interval: float
+) -> Iterator[Read | MembrokerError | DriverError | OSError]:
+    """Yield what `read` returns of the books, again and again, every `interval` seconds; or why it cannot be read now.
+
+    So a broker that goes away ends nothing: the books are opened again.
+    """
+    while True:
+        try:
+            with enter() as books:
+                while True:
+                    yield read(books)
+                    time.sleep(interval)
+        except (MembrokerError, DriverError, OSError) as error:
+            yield error
+        time.sleep(interval)
 
 
 def is_admin(endpoint: str | None, admin: bool, env: Mapping[str, str] = os.environ) -> bool:

@@ -11,20 +11,20 @@ import errno
 import io
 import os
 import sys
-import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
-from .. import __version__
+from .. import Client, __version__
 from ..admin import Admin
 from ..errors import MembrokerError
 from ..ext import build, names
 from ..ext import endpoint as endpoints
-from ..types import DeviceStatus, SessionStatus
+from ..types import DeviceStatus, ModelStatus, SessionStatus
 from ..vmm.driver import DriverError
 from . import commands, dra, explain, launch, operate, replay, segments, sleeping, tables, tenant, top
-from .books import open_admin, open_books
+from .books import open_admin, open_books, read_on
 from .commands import Command, Commands, Parser, add, add_bare, listing
 from .doctor import missing_packages, run_doctor
 from .sleeping import find_model
@@ -72,7 +72,9 @@ daemon began: `membroker explain MODEL` says why.
 
 With MODEL the command shows all figures of that model: also its addresses (virtual), its segments, what it declared,
 what its dead workers still hold (releasing), its peak, extents, weight and sessions, and its share: what it gets, by
-weight, while requests wait."""
+weight, while requests wait.
+
+With --watch the command outlives the broker: it says why there are no numbers, and goes on when there are some."""
 
 _PROCESSES = """
 For each process that uses the device, the command shows what the driver sees it use, what its sessions are charged, and
@@ -214,21 +216,35 @@ def _show_status(status: _Status, options: argparse.Namespace) -> int:
 
 
 def _models(options: argparse.Namespace) -> int:
-    with open_books(options.endpoint, options.admin) as books:
-        while True:
-            models = books.models()
-            sessions = [] if options.json else books.sessions()
-            table = tables.models_table(models, sessions)
-            if options.name is not None:
-                name = find_model([row.name for row in models], options.name, admin=isinstance(books, Admin))
-                models = [row for row in models if row.name == name]
-                table = tables.model_table(models[0], sessions)
-            if options.watch is not None and not options.json and sys.stdout.isatty():
-                sys.stdout.write("\x1b[H\x1b[J")
-            tables.answer(options.json, models, table)
-            if options.watch is None:
-                return 0
-            time.sleep(options.watch)
+    def read(books: Client | Admin) -> tuple[list[ModelStatus], tables.TextTable]:
+        models, sessions = books.models(), [] if options.json else books.sessions()
+        if options.name is None:
+            return models, tables.models_table(models, sessions)
+        name = find_model([row.name for row in models], options.name, admin=isinstance(books, Admin))
+        models = [row for row in models if row.name == name]
+        return models, tables.model_table(models[0], sessions)
+
+    def enter() -> AbstractContextManager[Client | Admin]:
+        return open_books(options.endpoint, options.admin)
+
+    if options.watch is None:
+        with enter() as books:
+            return tables.answer(options.json, *read(books))
+    clear = "\x1b[H\x1b[J" if sys.stdout.isatty() and not options.json else ""
+    trouble: str | None = None
+    for found in read_on(enter, read, options.watch):
+        if isinstance(found, tuple):
+            sys.stdout.write(clear)
+            tables.answer(options.json, *found)
+            trouble = ""
+        elif trouble is None:
+            raise found
+        elif trouble != str(found):
+            trouble = str(found)
+            sys.stdout.write(clear)
+            sys.stdout.flush()
+            print(f"membroker: {tables.printable(trouble)}", file=sys.stderr)
+    raise AssertionError("read_on has no end")
 
 
 def _tenants(options: argparse.Namespace) -> int:

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import Client
 from ..admin import Admin, TenantStatus
 from ..errors import MembrokerError
 from ..ext import arguments, names, start_thread
 from ..ext import endpoint as endpoints
 from ..types import DeviceStatus, ModelStatus
-from ..vmm.driver import DriverError
-from .books import open_books
+from .books import open_books, read_on
 from .tables import is_asleep, pods_of
 
 REFUSED_SECONDS = 60
@@ -112,48 +112,43 @@ class Readers:
                 start_thread(self._read, "membroker-reader", place)
 
     def _read(self, place: str) -> None:
-        while True:
-            try:
-                self._read_until_it_fails(place)
-            except (MembrokerError, DriverError, OSError) as error:
-                name = self._known[place].name
-                self._known[place] = Snapshot(name, trouble=str(error))
-            self._read_once.release()
-            time.sleep(self._interval)
-
-    def _read_until_it_fails(self, place: str) -> None:
         before: dict[str, int] = {}
         refusals: dict[str, tuple[int, float]] = {}
         """Of each model: how many there were, and when there was a new one."""
         at = 0.0
-        with open_books(place, self._admin or _is_operator(place)) as books:
-            while True:
-                device, models, now = books.device(), books.models(), time.monotonic()
-                moved = {model.name: model.allocations_total + model.releases_total for model in models}
-                rates = {name: max(0, count - before.get(name, count)) / (now - at) for name, count in moved.items()}
-                for model in models:
-                    count = sum(model.denials_total.values())
-                    known, since = refusals.get(model.name, (count, now - REFUSED_SECONDS))
-                    refusals[model.name] = (count, now if count > known else since)
-                refusals = {model.name: refusals[model.name] for model in models}
-                pods = pods_of(books.sessions())
-                tenants = books.tenants() if isinstance(books, Admin) else []
-                by_name = {arguments.parts_of(tenant.name)[0]: tenant for tenant in tenants}
-                due = time.monotonic() + self._interval
-                self._known[place] = Snapshot(
-                    _device_name(place),
-                    read_at=time.time(),
-                    due=due,
-                    device=device,
-                    tenants=by_name,
-                    models=models,
-                    pods=pods,
-                    rates=rates,
-                    refused={name for name, (_, since) in refusals.items() if now - since < REFUSED_SECONDS},
-                )
-                before, at = moved, now
-                self._read_once.release()
-                time.sleep(self._interval)
+
+        def take(books: Client | Admin) -> Snapshot:
+            nonlocal before, refusals, at
+            device, models, now = books.device(), books.models(), time.monotonic()
+            moved = {model.name: model.allocations_total + model.releases_total for model in models}
+            rates = {name: max(0, count - before.get(name, count)) / (now - at) for name, count in moved.items()}
+            for model in models:
+                count = sum(model.denials_total.values())
+                known, since = refusals.get(model.name, (count, now - REFUSED_SECONDS))
+                refusals[model.name] = (count, now if count > known else since)
+            refusals = {model.name: refusals[model.name] for model in models}
+            pods = pods_of(books.sessions())
+            tenants = books.tenants() if isinstance(books, Admin) else []
+            by_name = {arguments.parts_of(tenant.name)[0]: tenant for tenant in tenants}
+            before, at = moved, now
+            return Snapshot(
+                _device_name(place),
+                read_at=time.time(),
+                due=time.monotonic() + self._interval,
+                device=device,
+                tenants=by_name,
+                models=models,
+                pods=pods,
+                rates=rates,
+                refused={name for name, (_, since) in refusals.items() if now - since < REFUSED_SECONDS},
+            )
+
+        for found in read_on(lambda: open_books(place, self._admin or _is_operator(place)), take, self._interval):
+            if not isinstance(found, Snapshot):
+                before, refusals = {}, {}  # the next daemon counts from 0
+                found = Snapshot(self._known[place].name, trouble=str(found))
+            self._known[place] = found
+            self._read_once.release()
 
 
 def _is_operator(place: str) -> bool:

@@ -219,7 +219,7 @@ class ReconnectingConnection:
             if not outages.begin(lost.calls, time.monotonic()):
                 return
         begun, is_interrupted = outages.begun, lost.calls.is_interrupted
-        level = logging.INFO if is_interrupted else logging.WARNING
+        level = logging.INFO if is_interrupted or self._hello.observer else logging.WARNING
         gone = "disconnected, because an interrupt left a call half done" if is_interrupted else "gone"
         logger.log(level, "the broker at %s is %s: mapped memory stays valid, reconnecting", self._path, gone)
         # Calls in flight may still have memory mapped that the resume will not state.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.command import COMMAND, good, refused, rows
-from tests.support.daemons import Daemon, running
+from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
 
 import membroker
@@ -201,6 +201,22 @@ def test_watching_ends_quietly_with_its_reader(daemon: Daemon) -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert lines[:2] == lines[2:], "shown twice"
+
+
+def test_watching_goes_on_when_the_broker_is_back() -> None:
+    """The operator restarts the daemon: each reason why there are no numbers is said once, and then there are some."""
+    with running() as daemon:
+        command = [sys.executable, *COMMAND, "models", "--watch", "0.05", "--endpoint", str(daemon.endpoint("red"))]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout.readline() == "no models are registered\n"
+            daemon.kill()
+            said = [until(process.stderr.readline) for _ in range(2)]
+            assert [" is gone: " in said[0], " is dead " in said[1]] == [True, True]
+            daemon.start_again()
+            with membroker.connect(daemon.endpoint("red")) as client:
+                client.model("chat")
+                until(lambda: "red/chat" in process.stdout.readline())
+            process.terminate()
 
 
 def test_an_output_that_cannot_show_everything(daemon: Daemon) -> None:
