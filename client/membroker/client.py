@@ -99,10 +99,14 @@ def connect(
 
 
 def enter(
-    endpoint: str | os.PathLike[str] | None = None, *, observer: bool = False, client: str | None = None
+    endpoint: str | os.PathLike[str] | None = None,
+    *,
+    observer: bool = False,
+    client: str | None = None,
+    outage: float = 0.0,
 ) -> Client:
     """Do as `connect`, for a command: an absent broker is an error at once, and so is one that goes away in a call."""
-    return Client(Session(endpoint, observer=observer, client=client))
+    return Client(Session(endpoint, observer=observer, client=client, outage=outage))
 
 
 @ends_at_the_caller()

@@ -20,9 +20,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from .. import Client, Model, connect
+from .. import Client, Model
 from ..errors import MembrokerError, OutOfMemory
-from ..ext import names
+from ..ext import enter, names
 from ..vmm.driver import DriverUnavailable
 from ..vmm.sizes import format_size
 from .cuda import CudaSuspender
@@ -42,6 +42,8 @@ _FOR_TERMINAL = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 """What stops a job of a shell."""
 _VARIABLES = (names.ENDPOINT_VARIABLE, names.MODEL_VARIABLE, names.LIMIT_VARIABLE)
 _KILL_SECONDS = 10.0
+OUTAGE_SECONDS = 30.0
+"""How long a call waits for the next daemon, as `connect` has it."""
 
 
 def run(
@@ -76,7 +78,8 @@ def run(
         stack.callback(warden.close)
         # And so in all threads from here on. A word on a terminal of others must not stop this process (SIGTTOU).
         signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD, signal.SIGTTOU})
-        line = _Line(lambda: connect(endpoint, client=f"membroker run --guest: {Path(found).name}"), model)
+        who = f"membroker run --guest: {Path(found).name}"
+        line = _Line(lambda: enter(endpoint, client=who, outage=OUTAGE_SECONDS), model)
         stack.callback(line.close)
         client = line.client
         suspender = suspender_for(client, settings)

@@ -274,14 +274,20 @@ def test_a_program_that_does_not_exist_has_the_shells_status(daemon: Daemon) -> 
 
 
 def test_a_broker_that_refuses_the_guest_is_told_from_a_program_that_cannot_start() -> None:
-    """AccessDenied is an OSError, too."""
+    """AccessDenied is an OSError, too. A broker that is not there is told at once, as by all other commands."""
+    never_waits = (
+        "import time; time.sleep = lambda _: exit('it waits')\nfrom membroker.cli.main import main; exit(main())"
+    )
     with running({"tenants": {"red": {"uids": [os.geteuid() + 1]}}}) as daemon:
         options = ["--endpoint", str(daemon.endpoint("red")), "--model", "m", "--memory", "2MiB"]
-        command = [sys.executable, "-m", "membroker", "run", "--guest", *options, "--", "true"]
+        command = [sys.executable, "-c", never_waits, "run", "--guest", *options, "--", "true"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
-    assert done.returncode == 1
+        daemon.kill()
+        absent = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
+    assert (done.returncode, absent.returncode) == (1, 1)
     assert "cannot start" not in done.stderr
     assert f"uid {os.geteuid()} may not use this endpoint" in done.stderr
+    assert "is dead and left its socket behind" in absent.stderr
 
 
 def test_a_guest_in_a_guest_is_refused(daemon: Daemon) -> None:
