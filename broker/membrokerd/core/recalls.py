@@ -394,11 +394,15 @@ class Recalls:
             self._set_guest(borrower, None, 0)
 
     def restarted(self, now: int) -> None:
-        """Know the guests of an earlier daemon, with what is left of their slices. They have yet to resume."""
+        """Know the guests of an earlier daemon, with what is left of their slices.
+
+        They have yet to resume, but for those of a replay. One that there is no room for is firm.
+        """
         for row in self._books.ledger.sessions.values():
-            if row.state == "detached":
+            if row.state in ("detached", "open"):
                 for name, location in row.guests:
-                    self._know_guest(Borrower(row.session, name, location), now)
+                    if not self._state.refuse_guest(name.tenant, location):
+                        self._know_guest(Borrower(row.session, name, location), now)
         self._set_deadline()
 
     def set_answers(self, session: int, name: ModelName, answers: bool, now: int) -> None:

@@ -117,7 +117,7 @@ class Recorder:
         if self._broker.books.stopping and not self._stop_is_recorded:
             self._stop_is_recorded = True
             yield trace.DaemonStops()
-        yield from _rows_of(step.facts)
+        yield from _rows_of(fact for fact in step.facts if not isinstance(fact, trace.OF_BOOKS))
         answering: list[tuple[int, ModelName]] = []
         for fact in step.facts:
             if isinstance(fact, ft.SessionMoved) and fact.cause == "resumed":

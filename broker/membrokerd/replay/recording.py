@@ -90,12 +90,15 @@ class RecordedDeclaration:
 class RecordedAnswer:
     """How a session answered a recall of `size` bytes: what it released, and `after` which time that was all.
 
-    Beside each release is how much was asked for by then. `has_heard`: it knew of all raises when it answered.
+    Beside each release is how much was asked for by then. A guest declares less instead: `declared` has after which
+    time, in which row, and how many bytes it declared before and then. `has_heard`: it knew of all raises when it
+    answered.
     """
 
     size: int
     at: int
     released: list[tuple[RecordedRelease, RecordedLoan, int]] = field(default_factory=list)
+    declared: list[tuple[int, int, int, int]] = field(default_factory=list)
     after: int | None = None
     has_heard: bool = False
 
@@ -111,7 +114,7 @@ class Recording:
         self.loans: defaultdict[int, list[RecordedLoan]] = defaultdict(list)
         """By the index of the row at which they are asked for."""
         self.declared: dict[int, RecordedDeclaration] = {}
-        """By the index of the row."""
+        """By the index of the row; not those that answer a recall."""
         self.unasked_declarations: set[int] = set()
         """The rows of declarations that nobody asked for: they were in force when the part began."""
         self.drained: dict[int, tuple[int, int]] = {}
@@ -176,9 +179,14 @@ class Recording:
         self._calls[loan.call] = loan
         self._pending[_shape(loan)].append(loan)
 
-    def _declare(self, row: ev.Declare, index: int, _: int) -> None:
+    def _declare(self, row: ev.Declare, index: int, at: int) -> None:
         borrower = row.session, row.name, row.location
-        more = row.declared_bytes > self._sums.get(borrower, 0)
+        before, answer = self._sums.get(borrower, 0), self._open.get(borrower)
+        if answer is not None and row.recallable and row.declared_bytes < before:
+            answer.declared.append((at - answer.at, index, before, row.declared_bytes))
+            self._asked_sums[borrower] = row.declared_bytes
+            return
+        more = row.declared_bytes > before
         self.declared[index] = self._calls[row.call] = RecordedDeclaration(row.name, row.location, more)
         self._asked_sums[borrower] = row.declared_bytes
 

@@ -229,9 +229,9 @@ class Replayer:
     def _resume(self, row: SessionRow) -> None:
         """Let a process resume its session with all that it has. What it had lost shows as released in the trace."""
         declared = {where: charge.declared for where, charge in row.charges.items() if charge.declared}
-        extents, segments = frozenset(row.extents), dict(row.segments)
+        extents, segments, guests = frozenset(row.extents), dict(row.segments), frozenset(row.guests)
         self._ask(lambda call: ev.ResumeSession(call, row.session, row.process))
-        self._ask(lambda call: ev.StateHolds(call, row.session, extents, segments, declared))
+        self._ask(lambda call: ev.StateHolds(call, row.session, extents, segments, declared, guests=guests))
 
     def _settled(self, row: ft.SessionEnded | ft.LocationSettled) -> None:
         location = row.location if isinstance(row, ft.LocationSettled) else None
@@ -368,7 +368,9 @@ class Replayer:
             self._request(ev.Release, session, tuple(held[start : start + policy.MAX_RELEASE]))
 
     def _declare(self, row: ev.Declare) -> None:
-        asked, session = self._recording.declared[int(self._index)], self._sessions.get(row.session, 0)
+        asked, session = self._recording.declared.get(int(self._index)), self._sessions.get(row.session, 0)
+        if asked is None:
+            return
 
         def answered(result: fx.Result | Denied, wait: fx.Waited | None) -> None:
             if not is_uncounted(asked):
@@ -380,10 +382,32 @@ class Replayer:
                 lambda call: dataclasses.replace(row, call=call, session=session, request_id=call), answered, row.call
             )
 
+    def declare(self, session: int, name: ModelName, location: Location, size: int) -> None:
+        """Let a guest declare less, because it is recalled."""
+        row = self.broker.ledger.sessions.get(session)
+        charge = row.charges.get((name, location)) if row is not None else None
+        if charge is not None and size < charge.declared:
+            self._request(ev.Declare, session, name, location, size, True)
+
     def _declaration_set(self, row: ft.DeclarationSet) -> None:
         session = self._sessions.get(row.session, 0)
         if session and int(self._index) in self._recording.unasked_declarations:
             self._request(ev.Declare, session, row.name, row.location, row.declared_bytes)
+
+    def _guest(self, row: ft.GuestSet) -> None:
+        """Let a session be the guest that it was when the part began. A journal's times are not those of its replay."""
+        found = self._row(row.session)
+        if (
+            found
+            and (row.name, row.location) in found.charges
+            and row.used_at is not None
+            and not self._part.is_journal
+        ):
+            self.broker.ledger.apply(dataclasses.replace(row, session=found.session))
+
+    def _turn(self, row: ft.TurnBegan) -> None:
+        if not self._part.is_journal:
+            self.broker.ledger.apply(row)
 
     def _cancel(self, row: ev.CancelWait) -> None:
         if row.call in self._replies:
@@ -393,6 +417,7 @@ class Replayer:
 
     def _books_complete(self, _: trace.BooksComplete) -> None:
         self.broker.change_rules(self._rules)
+        self.broker.recalls.restarted(self.now)
 
     def _quota(self, row: ft.QuotaSet) -> None:
         self._quotas.append(self._changes.left_of(row))
@@ -470,6 +495,9 @@ class Answers:
                     size += len(positions) * loan.extent_bytes
             total += size
             self._give_later(recall, Fraction(total, max(1, of)), tuple(own), after, row)
+        for after, index, before, left in answer.declared:
+            total += before - left
+            self._declare_later(recall, left, after, index)
         if answer.after is not None:
             self._say(recall, answer.after, has_heard=answer.has_heard)
         elif total >= answer.size:  # its last byte ended it
@@ -488,6 +516,12 @@ class Answers:
 
         self._replayer.do_later(self._replayer.now + after, row, give)
 
+    def _declare_later(self, recall: fx.SendRecall, size: int, after: int, row: float) -> None:
+        replayer = self._replayer
+        replayer.do_later(
+            replayer.now + after, row, lambda: replayer.declare(recall.session, recall.name, recall.location, size)
+        )
+
     def _say(self, recall: fx.SendRecall, after: int, *, has_heard: bool) -> None:
         def say() -> None:
             asked = self._asked.pop((recall.session, recall.recall), None)
@@ -502,6 +536,8 @@ class Answers:
         row = self._replayer.broker.ledger.sessions.get(recall.session)
         if row is None:
             return
+        if (recall.name, recall.location) in row.guests:
+            self._replayer.declare(recall.session, recall.name, recall.location, 0)
         mine = {
             extent: loan.extent_bytes
             for extent, loan in row.extents.items()
@@ -529,6 +565,8 @@ _ACTS: Mapping[type, Callable[[Replayer, Any], None]] = {
     ft.Debited: Replayer._allocate,
     ft.SegmentBegan: Replayer._allocate,
     ft.DeclarationSet: Replayer._declaration_set,
+    ft.GuestSet: Replayer._guest,
+    ft.TurnBegan: Replayer._turn,
     ft.QuotaSet: Replayer._quota,
     trace.BooksComplete: Replayer._books_complete,
     trace.AnswersRecalls: Replayer._answering,

@@ -135,11 +135,15 @@ FORMS: Mapping[type, records.Form] = {
         "segment ended": ft.SegmentEnded,
         "segment credited": ft.SegmentCredited,
         "quota": ft.QuotaSet,
+        "guest": ft.GuestSet,
+        "turn": ft.TurnBegan,
         "draining": ev.SetDraining,
         "stopping": DaemonStops,
     }.items()
 }
 """How each kind of row is written. A tag never changes its meaning."""
+OF_BOOKS = (ft.GuestSet, ft.TurnBegan)
+"""Facts that a part has at its beginning only: later, the core of a replay decides them by itself."""
 _TAGGED = {tag: form for form in FORMS.values() for tag in [form.tag]}
 
 

@@ -231,6 +231,36 @@ def test_a_part_says_which_sessions_answer_recalls(tmp_path: Path) -> None:
     replayed(tmp_path / "trace.jsonl")
 
 
+def test_guests_have_what_is_left_of_their_slices(tmp_path: Path) -> None:
+    """A trace begins again while a guest has the GPU. Its slice of a minute is over when it was, not a minute later."""
+    core = Core(tmp_path)
+    (answer,) = core.tell(lambda call: ev.OpenSession(call, "acme", 4712, 1000, observer=False, **SECRETS))
+    one, two = core.session, answer.result.session
+    for session in (one, two):
+        core.tell(lambda call, who=session: ev.RegisterModel(call, who, call, NAME, None, {}, False, answers=True))
+
+    def declare(session: int, size: int) -> None:
+        guest = {"recallable": True, "wait_ns": 600 * 10**9}
+        core.tell(lambda call: ev.Declare(call, session, call, NAME, "device", size, **guest))
+
+    declare(one, 48 * MIB)
+    core.now += 50 * 10**9
+    core.tell(lambda _: ev.ConnectionLost(one))
+    core.recorder.begin("the rules have changed")
+    core.tell(lambda call: ev.ResumeSession(call, one, SECRETS["process"]))
+    held = {"answering": frozenset([NAME]), "guests": frozenset([(NAME, "device")])}
+    core.tell(lambda call: ev.StateHolds(call, one, frozenset(), {}, {(NAME, "device"): 48 * MIB}, **held))
+    declare(two, 48 * MIB)
+    core.now = core.broker.deadline + 10**6  # a timer is late
+    (recall,) = core.tell(lambda _: ev.Elapsed())
+    declare(one, 0)
+    core.tell(lambda _: ev.AnswerRecall(one, recall.recall, recall.size))
+    core.recorder.close()
+    happened, again = (tally.rows[NAME, "device"] for tally in replayed(tmp_path / "trace.jsonl"))
+    assert (happened.recalls, happened.recalled_bytes, happened.granted) == (1, 48 * MIB, 2)
+    assert again.as_json() == {**happened.as_json(), "waited_ms": 9_999, "waited_p99_ms": 9_999}
+
+
 def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
     """A daemon was killed in the middle of a line. The next one goes on behind it."""
     core = Core(tmp_path)
