@@ -64,6 +64,7 @@ def run(daemon: Daemon, before: str, work: str = WORK) -> str:
         ("sys.argv = ['/srv/serve.py', 'x']", "serve.py"),
         ("del sys.argv", "PYTHON"),
         ("sys.argv = [None]", "PYTHON"),
+        ("sys.argv = ['-c', 'x']", "PYTHON"),
         ("sys.argv = []; sys.executable = None", "python"),
         ("sys.argv = ['']; sys.executable = ''", "python"),
         ("sys.argv = [b'x', 7]; sys.stdin = sys.stderr = None", "PYTHON"),
@@ -76,7 +77,7 @@ def test_without_what_a_program_usually_has(broker: Daemon, before: str, name: s
 
 def test_under_gevent(broker: Daemon) -> None:
     """Its tasks stand for threads, and its waits for the kernel's: all works, also the library's own threads."""
-    assert run(broker, "from gevent import monkey; monkey.patch_all()") == "-c"
+    assert run(broker, "from gevent import monkey; monkey.patch_all()") == sys.executable.rpartition("/")[2]
 
 
 def test_a_wait_under_gevent_lets_other_tasks_run(broker: Daemon) -> None:

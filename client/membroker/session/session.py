@@ -214,7 +214,7 @@ class Session(MemoryOwner[_SessionLink]):
 def _program() -> str:
     """Return the program's name. An interpreter that another program embeds may have no arguments, and no path."""
     for path in (*getattr(sys, "argv", ())[:1], sys.executable):
-        if isinstance(path, str) and (name := os.path.basename(path)):
+        if isinstance(path, str) and (name := os.path.basename(path)) and name != "-c":
             return name.encode(errors="replace").decode()  # a file's name may have any bytes
     return "python"
 
