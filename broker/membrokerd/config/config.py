@@ -224,8 +224,9 @@ def load(
         config = replace(config, runtime_directory=directory or Path())
         if directory is None:
             where = (
-                "XDG_RUNTIME_DIR is not set: export it as a directory of your own, in the shells of programs too; "
-                "then they find the broker. Or name one, as in --runtime-directory /tmp/membroker-me"
+                "XDG_RUNTIME_DIR is not set: `export XDG_RUNTIME_DIR=~/run`, or another directory of your own, in the "
+                "shells of programs too; then they find the broker. Or name one, as in --runtime-directory "
+                "/tmp/membroker-me"
             )
             problems.setdefault("runtime_directory", where)
     problems |= dict(_misfits(config, problems))

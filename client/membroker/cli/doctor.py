@@ -322,7 +322,7 @@ def check_guests() -> Check:
         with closing(open_driver("cuda")) as gpu:
             version, uuid = gpu.device.driver_version, gpu.device.uuid
     except DriverError:
-        return Check(name, "ok", "no usable GPU: `membroker run --guest` needs one")
+        return Check(name, "ok", "no usable GPU: `membroker run --guest` needs one, but for a trial (docs/guests.md)")
     found = f"driver {version} on {platform.machine()}"
     if reason := why_not(load_bindings(), version, platform.machine()):
         return Check(name, "warn", found, f"`membroker run --guest` needs --no-sleep here: {reason}")
@@ -356,7 +356,7 @@ def check_runtime_directory(env: Mapping[str, str], uid: int) -> Check:
     own = env.get("XDG_RUNTIME_DIR", "")
     if uid and not own:
         advice = (
-            "export XDG_RUNTIME_DIR=DIR, a directory of your own, also where programs start; "
+            "`export XDG_RUNTIME_DIR=~/run`, or another directory of your own, also where programs start; "
             "or start membrokerd with --runtime-directory DIR"
         )
         return Check("runtime directory", "fail", "XDG_RUNTIME_DIR is not set", advice)

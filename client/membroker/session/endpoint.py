@@ -215,6 +215,8 @@ def _none_found(what: str, env: Mapping[str, str], advice: str, besides: str = "
     """Return the error when no directory has the broker: it names those that were passed over, and why."""
     looked = _looked_at(env)
     reasons = "".join(f" ({runtime} was passed over: {why})" for runtime, why in looked if why)
+    if os.geteuid() and not env.get("XDG_RUNTIME_DIR"):
+        reasons += " (XDG_RUNTIME_DIR is not set here: a broker of this user is below it, so export it as in its shell)"
     kind = AccessDenied if any(isinstance(why, AccessDenied) for _, why in looked) else BrokerAbsent
     return kind(f"{what} under {' or '.join(str(runtime) for runtime, _ in looked)}{besides}: {advice}{reasons}")
 

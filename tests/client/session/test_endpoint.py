@@ -196,6 +196,15 @@ class TestDevices:
         assert ", only of gpu-1234abcd (0), gpu-99999999 (1), host (?), host-7 (?)" in said
         assert f"`membrokerd --device {name}`" in said
         assert "If `pgrep -a membrokerd` shows one of this device, its directory was removed" in said
+        assert "XDG_RUNTIME_DIR is not set here" not in said
+
+    def test_the_variable_is_missing_by_which_a_users_own_broker_is_found(
+        self, env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """After `su`, or in a second shell of a container."""
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        with pytest.raises(BrokerUnavailable, match="XDG_RUNTIME_DIR is not set here"):
+            endpoint.find_device("0", {key: env[key] for key in env if key != "XDG_RUNTIME_DIR"})
 
     @pytest.mark.parametrize("name", ["", "../..", "-1", "0x1", "a" * 65, "gpu 1", "12345"])
     def test_what_names_no_device(self, env: dict[str, str], name: str) -> None:
