@@ -94,7 +94,7 @@ def main() -> int:
         return 1
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    print(f"\n{proof} ({time.monotonic() - begun:.0f} s)")
+    Console(highlight=False).print(f"\n{proof} ({time.monotonic() - begun:.0f} s)")
     return 0
 
 
