@@ -1,7 +1,7 @@
 """`Backing`: the memory of a pool's pages, and the order in which pages, extents and mappings change.
 
-Owns the table of pages. A call claims its pages, works on them, and releases the claim (`claims`). The pool checks the
-user's requests and converts offsets to pages.
+Owns the table of pages. A call claims its pages, works on them, and releases the claim. The pool checks the user's
+requests and converts offsets to pages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from ..vmm.driver import AccessFlags, Location
 from ..vmm.sizes import Size
 from . import compaction
 from .ahead import MOST_PER_CALL, Ahead
-from .claims import Claims
 from .offload import OffloadedPages
 from .page_store import PageStore
 from .page_table import FREE, OFFLOADED, SPARE, USED, PageTable, Search, as_runs
@@ -65,14 +64,13 @@ class Backing:
         ahead: Ahead | None,
     ) -> None:
         self.holding: MappedMemory = MappedMemory(source, user, count * page_size, "pool", alignment=page_size)
-        self._table = PageTable(count, page_size)
-        self.claims: Claims = Claims(self._table, self.holding)
-        self._lock = self.claims.lock
+        self.table: PageTable = PageTable(count, page_size, self.holding)
+        self._lock = self.table.lock
         self.spare_pages = spare_pages
         self._source = source
         self._page_size = page_size
         self._location = location
-        self._offloaded = OffloadedPages(self.claims, source, location)
+        self._offloaded = OffloadedPages(self.table, source, location)
         self.holding.spare = self._give_asked
         # How often pages were kept as spare pages, and how often before the last wait for the device.
         self._keeps = 0
@@ -104,11 +102,11 @@ class Backing:
         `asked` is the size that the user requested. The user's part of each run begins at byte `within` of its first
         page. `until`, `ahead` and `wanted_bytes` are the source's.
         """
-        if self._table.spare and self._take_spare(runs, within):
+        if self.table.spare and self._take_spare(runs, within):
             return
         try:
             with Operation(self.holding) as operation:
-                missing = self.claims.claim_unused(operation, runs)
+                missing = self.table.claim_unused(operation.ends, runs)
                 self._borrow(operation, runs, missing, until, ahead=ahead, wanted_bytes=wanted_bytes)
                 self._mark_used(operation, runs, within)
         except OutOfMemory as error:
@@ -117,15 +115,15 @@ class Backing:
             add_asked(error, asked, "pages", self._page_size)
             raise
         if self._ahead is not None:
-            self._ahead.took(sum(map(len, runs)), self._table.spare)
+            self._ahead.took(sum(map(len, runs)), self.table.spare)
 
     def back_found(self, search: Search, until: float | None) -> range:
         """Allocate the unused pages that a search finds, as `back` does, and return them."""
-        if self._table.spare and (found := self._take_found(search)):
+        if self.table.spare and (found := self._take_found(search)):
             return found
         try:
             with Operation(self.holding) as operation:
-                pages, missing = self.claims.claim_found(operation, search)
+                pages, missing = self.table.claim_found(operation.ends, search)
                 self._borrow(operation, [pages], missing, until)
                 self._mark_used(operation, [pages])
         except OutOfMemory as error:
@@ -134,14 +132,14 @@ class Backing:
             add_asked(error, search.length, "pages", self._page_size)
             raise
         if self._ahead is not None:
-            self._ahead.took(len(pages), self._table.spare)
+            self._ahead.took(len(pages), self.table.spare)
         return pages
 
     def prepare(self, search: Search, until: float | None) -> None:
         """Make the pages that a search finds spare, by the wish of the user."""
         try:
             with Operation(self.holding) as operation:
-                pages, missing = self.claims.claim_found(operation, search)
+                pages, missing = self.table.claim_found(operation.ends, search)
                 self._borrow_spare(operation, [pages], missing, until)
         except OutOfMemory as error:
             add_asked(error, search.length, "pages", self._page_size)
@@ -171,8 +169,8 @@ class Backing:
         with self._lock:
             self.holding.check_open()
             for pages, offset in zip(runs, within, strict=True):
-                self._table.set(pages, USED)
-                self._table.begins[pages.start] = offset
+                self.table.set(pages, USED)
+                self.table.begins[pages.start] = offset
             operation.undo.clear()
 
     def _borrow_spare(
@@ -189,10 +187,10 @@ class Backing:
         with self._lock:
             self.holding.check_open()
             for pages in runs:
-                self._table.set(pages, SPARE)
-            self._table.fresh.update(*missing)
+                self.table.set(pages, SPARE)
+            self.table.fresh.update(*missing)
             if self._ahead is not None and not ahead:
-                self._table.prepared.update(*runs)
+                self.table.prepared.update(*runs)
             operation.undo.clear()
 
     def _take_back(self, runs: Sequence[range]) -> None:
@@ -200,16 +198,16 @@ class Backing:
         extents = self.holding.region.extents
         with self._lock:
             for pages in runs:
-                self._table.set(pages, FREE)
+                self.table.set(pages, FREE)
                 for run in as_runs(page for page in pages if page * self._page_size in extents):
-                    self._table.set(run, SPARE)
+                    self.table.set(run, SPARE)
 
     def _take_spare(self, runs: Sequence[range], within: Sequence[int] = (0,)) -> bool:
         """Allocate pages if they are one run and all of them are spare; return whether it did."""
         with self._lock:
-            if len(runs) > 1 or not self._table.take_spare(runs[0], within[0]):
+            if len(runs) > 1 or not self.table.take_spare(runs[0], within[0]):
                 return False
-            left = self._table.spare
+            left = self.table.spare
         if self._ahead is not None:
             self._ahead.took(len(runs[0]), left)
         return True
@@ -217,9 +215,9 @@ class Backing:
     def _take_found(self, search: Search) -> range | None:
         """Allocate the pages that a search finds, if all of them are spare. Those that are ready go first."""
         with self._lock:
-            pages = self._table.find_spare(search) if self._ahead is not None else None
+            pages = self.table.find_spare(search) if self._ahead is not None else None
             try:
-                pages = pages or self._table.find(search)
+                pages = pages or self.table.find(search)
             except OutOfVirtualMemory:
                 return None  # the claim raises it, or waits for pages that the library changes
             return pages if self._take_spare([pages]) else None
@@ -231,7 +229,7 @@ class Backing:
         """
         if self._ahead is None:
             return False
-        self.claims.wait_for_own(range(self._table.count))
+        self.table.wait_for_own(range(self.table.count))
         return True
 
     # Releasing
@@ -248,7 +246,7 @@ class Backing:
         if self._keep_spare(runs):
             return
         with Operation(self.holding) as operation:
-            used = self.claims.claim_droppable(operation, runs)
+            used = self.table.claim_droppable(operation.ends, runs)
             self._drop(operation, runs, used, after)
 
     def drop_below(self, length: int) -> None:
@@ -257,12 +255,12 @@ class Backing:
             self._source.later(partial(_unless_closed, self.drop_below, length))
             return
         with self._lock:
-            if self._keep_spare([self._table.below(length)]):
+            if self._keep_spare([self.table.below(length)]):
                 return
         with Operation(self.holding) as operation:
             with self._lock:
-                runs = [self._table.below(length)]
-                used = self.claims.claim_droppable(operation, runs)
+                runs = [self.table.below(length)]
+                used = self.table.claim_droppable(operation.ends, runs)
             self._drop(operation, runs, used)
 
     def drop_allocation(self, address: int, after: Waitable | None = None) -> None:
@@ -276,18 +274,18 @@ class Backing:
         with Operation(self.holding) as operation:
             with self._lock:
                 runs = [self._begun_at(address)]
-                used = self.claims.claim_droppable(operation, runs)
+                used = self.table.claim_droppable(operation.ends, runs)
             self._drop(operation, runs, used, after)
 
     def _begun_at(self, address: int) -> range:
         """Return the pages of the allocation that begins at an address. The caller holds the lock."""
         offset = address - self.holding.region.address
         page, within = divmod(offset, self._page_size)
-        if not 0 <= page < self._table.count:
+        if not 0 <= page < self.table.count:
             raise InvalidOffset(f"the address {address:#x} is not one of this pool's")
-        if self._table.begins.get(page) != within:
+        if self.table.begins.get(page) != within:
             raise NotMapped(f"no allocation begins at the address {address:#x}: free(offset, size) takes any pages")
-        return self._table.allocation(page)
+        return self.table.allocation(page)
 
     def _drop(
         self, operation: Operation, runs: Sequence[range], used: Sequence[range], after: Waitable | None = None
@@ -308,13 +306,13 @@ class Backing:
         if not most:
             return False
         with self._lock:
-            table = self._table
+            table = self.table
             if table.spare + sum(map(len, runs)) > most:
                 return False
             for pages in runs:
                 if self._offloaded.size and table.runs_of(OFFLOADED, pages):
                     return False
-                self.claims.check_idle(pages)
+                self.table.check_idle(pages)
                 if table.restricted and not table.restricted.keys().isdisjoint(pages):
                     return False
             self._keeps += 1
@@ -324,11 +322,11 @@ class Backing:
 
     def trim(self, pages: range | None = None) -> int:
         """Release every spare page of `pages`, or of the pool, that no other call has claimed; return their number."""
-        wanted = range(self._table.count) if pages is None else pages
+        wanted = range(self.table.count) if pages is None else pages
         with Operation(self.holding) as operation:
             with self._lock:
-                runs = self._table.spare_runs(wanted)
-                self.claims.claim(operation, runs)
+                runs = self.table.spare_runs(wanted)
+                self.table.claim(operation.ends, runs)
             if runs:
                 self._unbind(runs, operation)
         return sum(map(len, runs))
@@ -338,7 +336,7 @@ class Backing:
 
         Called by the thread of `Ahead`. Raises what `Source.borrow` raises, but for refusals, and `ClosedError`.
         """
-        ahead, table = self._ahead, self._table
+        ahead, table = self._ahead, self.table
         assert ahead is not None
         self.holding.check_open()
         target = ahead.work_out()
@@ -355,7 +353,7 @@ class Backing:
                 with self._lock:
                     pages = table.next_free(len(few))
                     runs = [pages] if pages and not ahead.is_resting else []
-                    self.claims.claim(operation, runs, own=True)
+                    self.table.claim(operation.ends, runs, own=True)
                 self._borrow_spare(operation, runs, runs, None, ahead=True)
         except OutOfMemory:
             ahead.refused()
@@ -368,7 +366,7 @@ class Backing:
 
     def _give_surplus(self, count: int) -> None:
         """Release `count` spare pages as `_give_spare` does, except those that the user has prepared."""
-        self._give_spare(count * self._page_size, but=self._table.prepared)
+        self._give_spare(count * self._page_size, but=self.table.prepared)
 
     def _rest(self) -> None:
         """Borrow nothing ahead until the next allocation."""
@@ -397,14 +395,14 @@ class Backing:
                     and not is_asked_for(self.holding.region.extents[runs[0].start * self._page_size][0])
                 ):
                     return False
-                self.claims.claim(operation, runs, own=True)
+                self.table.claim(operation.ends, runs, own=True)
             if runs:
                 operation.forward(partial(self._let_go, runs))
         return bool(runs)
 
     def _clean_runs(self, count: int, but: Set[int]) -> list[range]:
         """Return the highest `count` clean spare pages that are not in `but`, as runs. The caller holds the lock."""
-        table = self._table
+        table = self.table
         all_clean = self._is_never_busy or self._keeps == self._clean_keeps
         spare = [page for run in table.spare_runs(range(table.count)) for page in run if page not in but]
         return as_runs([page for page in spare if all_clean or page in table.fresh][-count:])
@@ -423,10 +421,10 @@ class Backing:
         self._rest()
         with Operation(self.holding) as operation:
             with self._lock:
-                runs = self._table.runs_of(USED, pages)
+                runs = self.table.runs_of(USED, pages)
                 for run in runs:
-                    self.claims.check_idle(run, despite_views=despite_views)
-                self.claims.claim(operation, runs)
+                    self.table.check_idle(run, despite_views=despite_views)
+                self.table.claim(operation.ends, runs)
             if runs:
                 self._driver.synchronize()
             copied = self._offloaded.offload(runs, segment, progress)
@@ -437,8 +435,8 @@ class Backing:
         """Restore the offloaded ones of `pages`, and return the number of bytes copied."""
         with Operation(self.holding) as operation:
             with self._lock:
-                runs = self._table.runs_of(OFFLOADED, pages)
-                self.claims.claim(operation, runs)
+                runs = self.table.runs_of(OFFLOADED, pages)
+                self.table.claim(operation.ends, runs)
             return self._offloaded.restore(runs, progress, until, keep_pinned=keep_pinned)
 
     def restore_from(
@@ -447,11 +445,11 @@ class Backing:
         """Restore pages from a segment: `found` has runs, with the offset of each in the segment, in bytes."""
         self._rest()
         for run in found:
-            self.claims.wait_for_own(run)
+            self.table.wait_for_own(run)
             self.trim(run)
         with Operation(self.holding) as operation:
             runs = list(found)
-            self.claims.claim_unused(operation, runs, free=True)
+            self.table.claim_unused(operation.ends, runs, free=True)
             if runs:
                 self._offloaded.adopt(segment, found)
             return self._offloaded.restore(runs, progress, until)
@@ -474,7 +472,7 @@ class Backing:
             with self._lock:
                 for pages in runs:
                     if pages.start * self._page_size not in self.holding.region.extents:
-                        self._table.set(pages, FREE)
+                        self.table.set(pages, FREE)
 
     def protect(self, pages: range, access: AccessFlags) -> None:
         """Set the access of used pages. A reduction waits for the work on the device."""
@@ -482,15 +480,15 @@ class Backing:
         with Operation(self.holding) as operation:
             with self._lock:
                 if lowered:
-                    self.claims.check_idle(pages)
+                    self.table.check_idle(pages)
                 else:
-                    self._table.check_used(pages)
-                self.claims.claim(operation, [pages])
+                    self.table.check_used(pages)
+                self.table.claim(operation.ends, [pages])
             if lowered:
                 self._driver.synchronize()
             self.holding.region.protect(access, *self._bytes(pages))
             with self._lock:
-                self._table.restrict(pages, access)
+                self.table.restrict(pages, access)
 
     def compact(self, on_move: Callable[[Move], object] | None) -> list[Move]:
         """Release the spare pages, then move runs of used pages to lower addresses, and return the moves.
@@ -499,23 +497,23 @@ class Backing:
         spare ones, and waits for those that it is releasing.
         """
         self._rest()
-        everywhere = range(self._table.count)
-        self.claims.wait_for_own(everywhere)
+        everywhere = range(self.table.count)
+        self.table.wait_for_own(everywhere)
         self.trim()
-        self.claims.wait_for_own(everywhere)
-        return uninterrupted(lambda: compaction.compact(self.claims, on_move), self.holding.interrupted)
+        self.table.wait_for_own(everywhere)
+        return uninterrupted(lambda: compaction.compact(self.table, on_move), self.holding.interrupted)
 
     # What there is
 
     def is_used(self, pages: range) -> bool:
         """Return whether all of them are allocated, and no call has claimed one."""
         with self._lock:
-            return self._table.is_used(pages)
+            return self.table.is_used(pages)
 
     def used_runs(self, pages: range) -> list[range]:
         """Return those of `pages` that are used, as runs. Raises `NotMapped` if one of them is claimed."""
         with self._lock:
-            return self._table.runs_of(USED, pages)
+            return self.table.runs_of(USED, pages)
 
     def view(self, keeper: object, pages: range, offset: int, size: int) -> memoryview:
         """Return bytes of used pages, writable if all of these pages are. Raises `InvalidRequest` without access."""
@@ -534,8 +532,8 @@ class Backing:
 
     def _access(self, pages: range) -> AccessFlags:
         """Return the most restrictive access of used pages, after checking them. The caller holds the lock."""
-        self._table.check_used(pages)
-        return self._table.least_access(pages)
+        self.table.check_used(pages)
+        return self.table.least_access(pages)
 
     def _bytes(self, pages: range) -> tuple[int, int]:
         return pages.start * self._page_size, len(pages) * self._page_size

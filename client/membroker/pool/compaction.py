@@ -9,69 +9,69 @@ import re
 from collections.abc import Callable
 
 from ..errors import CompactionFailed
-from ..interrupts import Operation
+from ..interrupts import Operation, Step
 from ..types import Move
 from ..vmm.driver import DriverError
-from .claims import Claims
-from .page_table import FIXED, FREE, USED
+from .page_table import FIXED, FREE, USED, PageTable
 
 _RUN = re.compile(b"[^%c]+" % FREE)
 
 
-def plan(claims: Claims) -> list[Move]:
+def plan(table: PageTable) -> list[Move]:
     """Return the moves that `compact` would make now. They may differ later, because the lock is released."""
-    with claims.lock:
-        layout = claims.table.layout(claims.pinned(), spare=FREE)
+    with table.lock:
+        layout = table.layout(table.pinned(), spare=FREE)
     moves, cursor = [], 0
     while step := next_move(layout, cursor):
         pages, to = step
         layout[pages.start : pages.stop] = bytes(len(pages))
         layout[to.start : to.stop] = bytes((USED,)) * len(to)
-        moves.append(_as_move(step, claims.table.page_size))
+        moves.append(_as_move(step, table.page_size))
         cursor = pages.stop
     return moves
 
 
-def compact(claims: Claims, on_move: Callable[[Move], object] | None) -> list[Move]:
+def compact(table: PageTable, on_move: Callable[[Move], object] | None) -> list[Move]:
     """Move runs, one after the other, and return the moves."""
     moves: list[Move] = []
-    with Operation(claims.holding):
+    with Operation(table.holding):
         cursor: int | None = 0
         while cursor is not None:
             try:
-                cursor = _move_next(claims, cursor, on_move, moves)
+                cursor = _move_next(table, cursor, on_move, moves)
             except DriverError as error:
                 raise CompactionFailed(f"after {len(moves)} moves: {error}", moves) from error
     return moves
 
 
-def _move_next(claims: Claims, cursor: int, on_move: Callable[[Move], object] | None, moves: list[Move]) -> int | None:
+def _move_next(
+    table: PageTable, cursor: int, on_move: Callable[[Move], object] | None, moves: list[Move]
+) -> int | None:
     """Make the next move from page `cursor` on, and return the page to continue at; None if no run can move.
 
     The old and the new pages stay claimed until `on_move` has returned. When a run moves over itself, an old
     address would otherwise have other bytes before the user knows of the move.
     """
-    table, region = claims.table, claims.holding.region
-    claimed: list[range] = []
+    region, ends = table.holding.region, list[Step]()
     try:
-        with claims.lock:
-            step = next_move(table.layout(claims.pinned(), spare=FIXED), cursor)
+        with table.lock:
+            step = next_move(table.layout(table.pinned(), spare=FIXED), cursor)
             if step is None:
                 return None
-            for run in step:
-                table.claim(run, claimed)
+            table.claim(ends, step)
         pages, to = step
         move = _as_move(step, table.page_size)
-        claims.holding.source.driver.synchronize()
+        table.holding.source.driver.synchronize()
         region.move(move.old_offset, move.new_offset, table.page_size, len(to))
-        with claims.lock:
+        with table.lock:
             table.move(pages, to)
         moves.append(move)
         if on_move is not None:
             on_move(move)
         return pages.stop
     finally:
-        claims.release(claimed)
+        for end in ends:
+            end()
 
 
 def _as_move(step: tuple[range, range], page_size: int) -> Move:

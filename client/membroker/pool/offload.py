@@ -20,10 +20,9 @@ from ..memory.lender import Source
 from ..memory.lifetime import Placing
 from ..vmm.driver import AccessFlags, DriverError, Location
 from ..vmm.sizes import MIB, format_exact
-from .claims import Claims
 from .copying import Copying
 from .page_store import PageStore, check_segment, name_of, shapes
-from .page_table import FREE, OFFLOADED, USED
+from .page_table import FREE, OFFLOADED, USED, PageTable
 
 CHUNK_BYTES = 64 * MIB
 """The most bytes of a chunk, in whole pages: large enough for the link's full speed, small enough to release early."""
@@ -56,17 +55,17 @@ Places = dict[int, Place]
 
 
 class OffloadedPages:
-    """The offloaded pages of one pool. The lock of its claims also guards the tables here.
+    """The offloaded pages of one pool. The lock of its table also guards the tables here.
 
     The caller has claimed the runs of pages that it passes, and they are not in use. If a method stops half way, its
     error says how many bytes are on the device and on the host.
     """
 
-    def __init__(self, claims: Claims, source: Source, location: Location) -> None:
-        self._holding, self._table, self._lock = claims.holding, claims.table, claims.lock
+    def __init__(self, table: PageTable, source: Source, location: Location) -> None:
+        self._holding, self._table, self._lock = table.holding, table, table.lock
         self._source = source
         self._location = location
-        self._page_size = claims.table.page_size
+        self._page_size = table.page_size
         self._places: Places = {}
         self._kept: list[Block] = []
 

@@ -1,7 +1,11 @@
 """`PageTable`: the present state of each page of a pool, and whether a call has claimed it.
 
-Owns one byte for each page. It finds, checks and counts pages. The pool works with them, and holds its lock around
-every method. It must never call a source or a driver.
+A call claims the pages that it works on until it ends, and other calls refuse these pages meanwhile. The library itself
+claims free and spare pages too, to borrow ahead and to release. The user cannot know of such a claim: a call that needs
+one of these pages waits until it is over.
+
+Owns one byte for each page, and the pool's lock. It finds, checks and counts pages. It must never call a source or a
+driver, and nobody may hold the lock during such a call: two borrowers that wait for each other would deadlock.
 
 To add a state, add a constant: every state other than `FREE` and `SPARE` is taken.
 """
@@ -9,10 +13,13 @@ To add a state, add a constant: every state other than `FREE` and `SPARE` is tak
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ..errors import AlreadyMapped, InvalidOffset, NotMapped, Offloaded, OutOfVirtualMemory
+from ..interrupts import Condition, Step
+from ..memory.lifetime import MappedMemory
 from ..vmm.driver import AccessFlags
 
 FREE, USED, SPARE, OFFLOADED = range(4)
@@ -53,15 +60,20 @@ class Search(NamedTuple):
 class PageTable:
     """`count` pages of `page_size` bytes, all free at the beginning. Pages are numbers, and ranges of numbers.
 
+    `holding` is their memory. The caller holds `lock` around every method that does not say otherwise.
+
     `spare` counts the spare pages. `restricted` has the access of each page that does not allow reads and writes.
     `begins` has the first page of each allocation, with the offset in bytes at which the allocation begins in it.
     A spare page that is in `fresh` was never allocated since it was mapped; other pages in it mean nothing. `prepared`
     has spare pages that the user wants to keep: `prepared_left` forgets those that are not spare any more.
     """
 
-    def __init__(self, count: int, page_size: int) -> None:
+    def __init__(self, count: int, page_size: int, holding: MappedMemory) -> None:
         self.count = count
         self.page_size = page_size
+        self.holding = holding
+        self._own_ended = Condition()
+        self.lock = self._own_ended.lock
         self.spare: int = 0
         self.restricted: dict[int, AccessFlags] = {}
         self.begins: dict[int, int] = {}
@@ -117,7 +129,7 @@ class PageTable:
         """Return those of `pages` that are spare and not claimed, as runs."""
         return [run for run, state, busy in self.runs(pages) if state == SPARE and not busy]
 
-    def is_own(self, pages: range) -> bool:
+    def _is_own(self, pages: range) -> bool:
         """Return whether the library itself has claimed one of them."""
         first, stop = pages.start, pages.stop
         return self._states.find(FREE | _OWN, first, stop) >= 0 or self._states.find(SPARE | _OWN, first, stop) >= 0
@@ -196,7 +208,7 @@ class PageTable:
             found.append(range(first + run.start(), first + run.end()))
         return found
 
-    def check_not_spare(self, pages: range) -> None:
+    def _check_not_spare(self, pages: range) -> None:
         """Raise `AlreadyMapped` if one of them is spare."""
         for spare in self.spare_runs(pages):
             raise AlreadyMapped(f"the page at offset {spare.start * self.page_size} is spare: trim() releases it")
@@ -218,6 +230,28 @@ class PageTable:
             self.check_used(range(pages.start, run.start))
             pages = range(run.stop, pages.stop)
         self.check_used(pages)
+
+    def check_idle(self, pages: range, *, despite_views: bool = False) -> None:
+        """Raise `NotMapped` unless the pages are used, and `BufferError` if a view or a pin of them is alive."""
+        self.check_used(pages)
+        if not despite_views:
+            self._check_unpinned(pages)
+
+    def _check_unpinned(self, pages: range) -> None:
+        if not self.holding.views.any():
+            return
+        start, length = pages.start * self.page_size, len(pages) * self.page_size
+        if held := self.holding.views.held_in(self.holding.region.address + start, length):
+            raise BufferError(f"[{start}, {start + length}) is still used by {held}: release it first")
+
+    def pinned(self, *, pages_only: bool = False) -> list[range]:
+        """Return the pages of each living view and span, or only of those that keep the memory of the pages.
+
+        No new one can be made while the caller holds the lock.
+        """
+        start, size = self.holding.region.address, self.page_size
+        ranges = self.holding.views.ranges(pages_only=pages_only)
+        return [range((first - start) // size, (max(first, last - 1) - start) // size + 1) for first, last in ranges]
 
     def runs_of(self, state: int, pages: range) -> list[range]:
         """Return those of `pages` that are in `state`, as runs. Raises `NotMapped` if one of them is claimed."""
@@ -256,6 +290,99 @@ class PageTable:
         for pages in pinned:
             layout[pages.start : pages.stop] = bytes((FIXED,)) * len(pages)
         return layout
+
+    # Claiming
+
+    def claim(self, ends: list[Step], runs: Sequence[range], *, own: bool = False) -> None:
+        """Claim runs of pages that the caller has checked: other calls then refuse them. `ends` gets the end of it.
+
+        A claim of the library's `own` is of free or spare pages.
+        """
+        claimed: list[range] = []
+        ends.append(partial(self.release, claimed))
+        for pages in runs:
+            first, end = pages.start, pages.stop
+            if end > len(self._states):
+                self._states.extend(bytes(end - len(self._states)))
+            after = self._states[first:end].translate(_CLAIM_OWN if own else _CLAIM)
+            # As in `set`, no interrupt can come between these two lines.
+            self._states[first:end] = after
+            claimed += (pages,)
+
+    def release(self, claimed: list[range]) -> None:
+        """End each claim once, and remove it from the list. Takes the lock."""
+        with self.lock:
+            while claimed:
+                pages = claimed[-1]
+                first, end = pages.start, pages.stop
+                after = self._states[first:end].translate(_RELEASE)
+                self._states[first:end] = after
+                del claimed[-1]
+            if self._own_ended.waiting:
+                self._own_ended.tell_all()
+
+    def claim_unused(self, ends: list[Step], runs: Sequence[range], *, free: bool = False) -> list[range]:
+        """Claim pages that are free or spare, or only `free` ones, all or nothing; return the free ones, as runs.
+
+        It waits without the lock while the library itself changes any of them. Raises `AlreadyMapped`.
+        """
+        with self.lock:
+            while True:
+                missing: list[range] = []
+                try:
+                    for pages in runs:
+                        missing += self.unbacked(pages)
+                        if free:
+                            self._check_not_spare(pages)
+                    break
+                except AlreadyMapped:
+                    if not any(map(self._is_own, runs)):
+                        raise
+                self._own_ended.wait()
+            self.claim(ends, runs)
+        return missing
+
+    def claim_found(self, ends: list[Step], search: Search) -> tuple[range, list[range]]:
+        """Claim the unused pages that a search finds; return them, and then the free ones, as runs.
+
+        It waits without the lock while the library itself changes pages that would do.
+        """
+        with self.lock:
+            while True:
+                try:
+                    if not self._is_own(pages := self.find(search)):
+                        break
+                except OutOfVirtualMemory:
+                    if not self._is_own(range(self.count)):
+                        raise
+                self._own_ended.wait()
+            missing = self.unbacked(pages)
+            self.claim(ends, [pages])
+        return pages, missing
+
+    def claim_droppable(self, ends: list[Step], runs: Sequence[range]) -> list[range]:
+        """Claim used or offloaded pages, and return the used ones, as runs. Takes the lock.
+
+        Raises `NotMapped`, and `BufferError` if a view or a pin of them is alive.
+        """
+        used: list[range] = []
+        with self.lock:
+            for pages in runs:
+                if self.is_used(pages):
+                    used.append(pages)
+                else:
+                    self.check_allocated(pages)
+                    used += self.runs_of(USED, pages)
+            for run in used:
+                self._check_unpinned(run)
+            self.claim(ends, runs)
+        return used
+
+    def wait_for_own(self, pages: range) -> None:
+        """Wait without the lock until the library itself changes none of `pages`. Ctrl-C ends the wait."""
+        with self.lock:
+            while self._is_own(pages):
+                self._own_ended.wait()
 
     # Changing
 
@@ -330,28 +457,6 @@ class PageTable:
         self.set(to, USED)
         self.restricted.update(restricted)
         self.begins.update(begins)
-
-    def claim(self, pages: range, claimed: list[range], *, own: bool = False) -> None:
-        """Claim pages that no call has claimed, and add them to `claimed`. Other calls then refuse them.
-
-        A claim of the library's `own` is of free or spare pages.
-        """
-        first, end = pages.start, pages.stop
-        if end > len(self._states):
-            self._states.extend(bytes(end - len(self._states)))
-        after = self._states[first:end].translate(_CLAIM_OWN if own else _CLAIM)
-        # As in `set`, no interrupt can come between these two lines.
-        self._states[first:end] = after
-        claimed += (pages,)
-
-    def release(self, claimed: list[range]) -> None:
-        """End each claim once, and remove it from the list."""
-        while claimed:
-            pages = claimed[-1]
-            first, end = pages.start, pages.stop
-            after = self._states[first:end].translate(_RELEASE)
-            self._states[first:end] = after
-            del claimed[-1]
 
 
 def as_runs(pages: Iterable[int]) -> list[range]:

@@ -150,7 +150,7 @@ class VirtualMemoryPool(Resource):
     def stats(self) -> MemoryStats:
         """Return the pool's present figures; `MemoryStats` explains their limits. Raises `ClosedError`."""
         self._holding.check_open()
-        return report.stats(self._backing.claims)
+        return report.stats(self._backing.table)
 
     def mappings(self, *, by_page: bool = False) -> list[PoolMapping]:
         """Return rows with the state, access and extents of the pool's pages, in the order of their offsets.
@@ -159,7 +159,7 @@ class VirtualMemoryPool(Resource):
         `ClosedError`.
         """
         self._holding.check_open()
-        return report.mappings(self._backing.claims, by_page=by_page)
+        return report.mappings(self._backing.table, by_page=by_page)
 
     # Backing addresses
 
@@ -377,7 +377,7 @@ class VirtualMemoryPool(Resource):
         if on_move is not None and not callable(on_move):
             raise InvalidRequest(f"on_move is a function that is called with each move, not {on_move!r}")
         if dry_run:
-            return compaction.plan(self._backing.claims)
+            return compaction.plan(self._backing.table)
         return self._backing.compact(on_move)
 
     # On the host

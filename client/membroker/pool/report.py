@@ -13,8 +13,7 @@ from itertools import groupby
 from ..types import MemoryStats, PoolMapping
 from ..vmm.driver import AccessFlags
 from ..vmm.sizes import format_size
-from .claims import Claims
-from .page_table import OFFLOADED, SPARE
+from .page_table import OFFLOADED, SPARE, PageTable
 
 _CELLS = 64
 _MOST_PARTS = 1_000
@@ -23,11 +22,11 @@ _COLOURS = {"used": "#3b7dbd", "pinned": "#1d3f66", "spare": "#a9cbe8", "offload
 _STATES = {SPARE: "spare", OFFLOADED: "offloaded"}
 
 
-def stats(claims: Claims) -> MemoryStats:
+def stats(table: PageTable) -> MemoryStats:
     """Return the present figures."""
-    table, page_size = claims.table, claims.table.page_size
-    with claims.lock:
-        mapped, spare, offloaded = len(claims.holding.region.extents), table.spare, table.offloaded()
+    page_size = table.page_size
+    with table.lock:
+        mapped, spare, offloaded = len(table.holding.region.extents), table.spare, table.offloaded()
         largest, free = table.largest_free_run()
     return MemoryStats(
         virtual_capacity_bytes=table.count * page_size,
@@ -40,12 +39,12 @@ def stats(claims: Claims) -> MemoryStats:
     )
 
 
-def mappings(claims: Claims, *, by_page: bool) -> list[PoolMapping]:
+def mappings(table: PageTable, *, by_page: bool) -> list[PoolMapping]:
     """Return a row for each run of equal pages, or for each page, by offset."""
-    page_size = claims.table.page_size
-    with claims.lock:
-        runs, pins = list(claims.table.runs()), claims.pinned(pages_only=True)
-        extents, restricted = claims.holding.extents, claims.table.restricted.copy()
+    page_size = table.page_size
+    with table.lock:
+        runs, pins = list(table.runs()), table.pinned(pages_only=True)
+        extents, restricted = table.holding.extents, table.restricted.copy()
     # The lock is released here: the rest takes long with many pages, and allocations go on meanwhile.
     pinned = {page for pages in pins for page in pages}
     rows = []

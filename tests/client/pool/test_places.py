@@ -23,6 +23,7 @@ from membroker.errors import (
     Offloaded,
     OutOfVirtualMemory,
 )
+from membroker.memory.lifetime import MappedMemory
 from membroker.pool.page_table import FREE, OFFLOADED, SPARE, USED, PageTable
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm import AccessFlags
@@ -105,10 +106,15 @@ class TestPin:
         pool.free(0, PAGE)
 
 
+def table_of(count: int) -> PageTable:
+    """Return a table of pages that have no memory."""
+    return PageTable(count, PAGE, cast(MappedMemory, None))
+
+
 def test_what_a_large_range_allows() -> None:
     """A view over 60,000 pages is made under the pool's lock: while nothing is restricted, no page is looked at."""
-    table = PageTable(60_000, PAGE)
-    table.claim(range(60_000), [])
+    table = table_of(60_000)
+    table.claim([], [range(60_000)])
     table.set(range(60_000), USED)
     table.release([range(60_000)])
     assert table.least_access(cast(range, object())) is AccessFlags.READ_WRITE
@@ -121,12 +127,12 @@ def test_what_a_large_range_allows() -> None:
 
 def test_a_refusal_names_the_page_and_what_is_with_it() -> None:
     """Two pages are used, one is offloaded, a call is at two, one is free, and the next one used."""
-    table = PageTable(9, PAGE)
+    table = table_of(9)
     for kind, pages in ((USED, range(2)), (OFFLOADED, range(2, 3)), (USED, range(6, 7))):
-        table.claim(pages, [])
+        table.claim([], [pages])
         table.set(pages, kind)
         table.release([pages])
-    table.claim(range(3, 5), [])
+    table.claim([], [range(3, 5)])
     for check, first, error, what in (
         (table.unbacked, 1, AlreadyMapped, f"offset {PAGE} is mapped already"),
         (table.unbacked, 2, Offloaded, f"offset {2 * PAGE} is offloaded"),
@@ -141,7 +147,7 @@ def test_a_refusal_names_the_page_and_what_is_with_it() -> None:
         with pytest.raises(error, match=what):
             check(range(first, 9))
     assert table.runs_of(OFFLOADED, range(9)) == [range(2, 3)]
-    table.claim(range(2, 3), [])
+    table.claim([], [range(2, 3)])
     with pytest.raises(NotMapped, match=f"offset {2 * PAGE} is being changed"):
         table.runs_of(OFFLOADED, range(9))
 
@@ -150,7 +156,7 @@ def test_a_refusal_names_the_page_and_what_is_with_it() -> None:
 def test_the_table_against_a_plain_one(seed: int | None) -> None:
     """Three thousand random changes of a table of forty pages; every question is answered as by a dict of states."""
     seed = seed or chosen_seed()
-    choose, table = random.Random(seed), PageTable(40, PAGE)
+    choose, table = random.Random(seed), table_of(40)
     states, claimed = dict.fromkeys(range(40), FREE), set()
 
     def refused(check: Callable[[range], object], pages: range, error: type[Exception]) -> bool:
@@ -174,7 +180,7 @@ def test_the_table_against_a_plain_one(seed: int | None) -> None:
                 assert [page for run in table.unbacked(pages) for page in run] == [
                     page for page in pages if states[page] == FREE
                 ]
-                table.claim(pages, [])
+                table.claim([], [pages])
                 claimed.update(pages)
                 if choose.random() < 0.8:
                     state = choose.choice((USED, SPARE))
