@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import mmap
 import os
+from functools import cache
 from pathlib import Path
 
 from . import libc as _libc
 from .errno import driver_call
 
 NAME = "membroker-imports"
-_is_marked = False
 
 
+@cache
 def mark() -> None:
-    """Mark this process, and the children that it forks, before its first import. Raises `DriverError`."""
-    global _is_marked
-    if _is_marked:
-        return
+    """Mark this process once, and the children that it forks, before its first import. Raises `DriverError`."""
     with driver_call("memfd_create"):
         file = os.memfd_create(NAME, os.MFD_CLOEXEC)
     try:
@@ -29,7 +27,6 @@ def mark() -> None:
             _libc.mmap_file(0, mmap.PAGESIZE, file)  # it outlives the descriptor, and is never read
     finally:
         os.close(file)
-    _is_marked = True
 
 
 def is_marked(pid: int) -> bool:
