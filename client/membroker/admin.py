@@ -202,7 +202,7 @@ class Admin(Closing):
         """
         request = admin_pb2.SetQuotaRequest(
             name=name,
-            location=messages.location_to_wire(location),
+            location=messages.LOCATION_NUMBERS[location],
             limit_bytes=numbers.get("limit_bytes"),
             guarantee_bytes=numbers.get("guarantee_bytes"),
             weight=numbers.get("weight"),

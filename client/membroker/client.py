@@ -202,7 +202,7 @@ class Client(Closing):
         request = pb.RegisterModelRequest(
             model_id=arguments.name_of("model", name),
             limits=[
-                Limit(location=messages.location_to_wire(location), limit_bytes=arguments.bytes_of(what, size))
+                Limit(location=messages.LOCATION_NUMBERS[location], limit_bytes=arguments.bytes_of(what, size))
                 for location, (what, size) in asked.items()
                 if size is not None
             ],

@@ -112,7 +112,7 @@ class Model:
         frame = Frame()
         request = frame.register_model
         request.model_id, request.replace_limits = self.name, True
-        request.limits.add(location=messages.location_to_wire(location), limit_bytes=limit)
+        request.limits.add(location=messages.LOCATION_NUMBERS[location], limit_bytes=limit)
         registered = self._session.reconnecting.call(frame, timeout=CONTROL_SECONDS)
         self._registered = messages.value(ModelStatus, registered)
 
@@ -313,7 +313,7 @@ class Model:
         while an operator drains the device. Raises `ModelNotFound` once the model has ended, `InvalidRequest` if the
         broker does not lend memory at the location, `BrokerUnavailable` and `ClosedError`.
         """
-        place = messages.location_to_wire(arguments.location_of(location))
+        place = messages.LOCATION_NUMBERS[arguments.location_of(location)]
         request = pb.GetAvailableRequest(model=self.resource_name, location=place)
         return messages.value(Available, self._session.ask("get_available", request))
 

@@ -29,7 +29,7 @@ from .memory.lifetime import MappedMemory
 from .recording import State
 from .safetensors import ALIGNMENT, TensorIndex, numpy_array, read_index, write_index
 from .session import messages
-from .session.messages import location_name, location_to_wire
+from .session.messages import LOCATION_NUMBERS, location_name
 from .session.session import Session, SessionOwner
 from .tracebacks import ends_at_the_caller
 from .types import SegmentStatus
@@ -91,7 +91,7 @@ class Segment(ByteAccess):
         """
         until = arguments.deadline_of(timeout)
         length = rounded_up("a segment", size, session.driver.device.granularity)
-        place = location_to_wire(location_of(location))
+        place = LOCATION_NUMBERS[location_of(location)]
         request = pb.CreateSegmentRequest(
             model=model,
             segment_id=arguments.name_of("segment", name),

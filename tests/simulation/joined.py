@@ -17,7 +17,7 @@ from tests.support.pure_client import Asked, PureClient
 from tests.support.sizes import MIB
 
 from membroker.session.inventory import HeldResources
-from membroker.session.messages import location_to_wire
+from membroker.session.messages import LOCATION_NUMBERS
 from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1.resources_pb2 import Model, Segment
@@ -162,7 +162,7 @@ class Joined:
             return
         request = broker_pb2.AllocateExtentsRequest(
             model=f"tenants/t/models/{self.random.choice(('m0', 'm1'))}",
-            location=location_to_wire(self.random.choice((Location.DEVICE, Location.DEVICE, Location.HOST))),
+            location=LOCATION_NUMBERS[self.random.choice((Location.DEVICE, Location.DEVICE, Location.HOST))],
             extent_bytes=PAGE,
             count=self.random.choice((1, 1, 5, 64, 65, 129, 150)),
             ahead=self.random.random() < 0.1,

@@ -17,7 +17,7 @@ from ..v1 import broker_pb2 as pb
 from ..v1.handoff_pb2 import Frame
 from ..vmm.driver import Location
 from ..vmm.sizes import MAX_BYTES
-from .messages import location_to_wire
+from .messages import LOCATION_NUMBERS
 from .reconnecting import ReconnectingConnection
 
 _Key = tuple[str, Location]
@@ -120,5 +120,5 @@ class Declarations:
     def _request(self, key: _Key, size: int) -> pb.DeclareMemoryRequest:
         model, location = key
         return pb.DeclareMemoryRequest(
-            model=model, location=location_to_wire(location), declared_bytes=size, recallable=key in self._guests
+            model=model, location=LOCATION_NUMBERS[location], declared_bytes=size, recallable=key in self._guests
         )

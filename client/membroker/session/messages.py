@@ -50,11 +50,6 @@ MAX_DETAIL = 400
 """The most characters of the sentence in a `SleepStatus`."""
 
 
-def location_to_wire(location: Location) -> pb.Location.ValueType:
-    """Return the wire's number for a location."""
-    return LOCATION_NUMBERS[location]
-
-
 def location_name(location: pb.Location.ValueType) -> str:
     """Return `"device"` or `"host"` for the wire's number."""
     return pb.Location.Name(location).removeprefix("LOCATION_").lower()
