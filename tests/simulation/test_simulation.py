@@ -25,6 +25,7 @@ from membrokerd.core import facts as ft
 from membrokerd.core.admission import Admission
 from membrokerd.core.denied import Reason
 from membrokerd.core.machine import Broker
+from membrokerd.core.names import Location
 from membrokerd.core.waiting import Waiting
 
 pytestmark = pytest.mark.deep
@@ -171,6 +172,17 @@ def _stock_for_segments(emit: Any, self: Any, session: int, call: Any, part: int
     effects[-1] = dataclasses.replace(effects[-1], segment=generation)
 
 
+def _is_there(self: Any, location: Location, extent_bytes: int, count: int) -> bool:
+    return bool(self._ready.get((location, extent_bytes), 0) >= count and not self._books.stopping)
+
+
+@instead_of(stock.WarmPool, "take")
+def _taken_and_not_there(_was: Any, self: Any, location: Location, extent_bytes: int, count: int) -> bool:
+    if self._ready:
+        self._change((location, extent_bytes), -count, "used")
+    return bool(self._ready)
+
+
 @instead_of(stock.WarmPool, "stocked")
 def _a_failure_makes_it_stay(stocked: Any, self: Any, event: Any) -> None:
     stocked(self, event)
@@ -256,10 +268,8 @@ FAULTS = (
 
 
 FAULTS_OF_STOCK = (
-    replacing("used_and_not_taken", stock.WarmPool, "take", stock.WarmPool.has),
-    replacing(
-        "taken_and_not_there", stock.WarmPool, "has", lambda self, location, extent_bytes, count: bool(self._ready)
-    ),
+    replacing("used_and_not_taken", stock.WarmPool, "take", _is_there),
+    _taken_and_not_there,
     replacing(
         "dropped_and_not_told", stock.WarmPool, "_drop", lambda self, kind, count: self._change(kind, -count, "dropped")
     ),
@@ -273,7 +283,7 @@ FAULTS_OF_STOCK = (
     _made_while_others_wait,
     _more_than_there_may_be,
     _beyond_the_capacity,
-    replacing("made_all_the_same", stock.WarmPool, "has", lambda self, location, extent_bytes, count: False),
+    replacing("made_all_the_same", stock.WarmPool, "take", lambda self, location, extent_bytes, count: False),
     _used_and_still_counted,
     _still_to_be_made,
 )

@@ -105,6 +105,8 @@ class Lending:
         traffic.unanswered.add(call.request_id)
         traffic.queue.append(call)
         self._issue(session)
+        if traffic.queue:  # packets of it wait: the stock must not have their room meanwhile
+            self._stock.make_room(call.location)
 
     # --- allocate ---
 
@@ -133,10 +135,6 @@ class Lending:
             result=fx.Allocated(event.count, size),
             request=request,
         )
-        traffic = self._traffic[event.session]
-        at_once = len(call.states) == 1 and not traffic.queue and traffic.window + event.count <= policy.WINDOW
-        if not (at_once and self._stock.has(event.location, size, event.count)):
-            self._stock.make_room(event.location)
         self._stock.asked(event.location, size, event.count, now)
         self.begin_call(event.session, call)
 
@@ -195,6 +193,8 @@ class Lending:
         if stocked:
             self._books.making[call.location] -= extent_bytes * len(ids)  # it exists
             call.stocked.add(part)
+        else:
+            self._stock.make_room(call.location)
         answer = call.result if parts == 1 else None
         tenant, location, segment = call.name.tenant, call.location, call.segment
         # By position, with the names of the fields: keywords take 0.3 of the 21 us of an extent.

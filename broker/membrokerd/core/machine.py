@@ -54,7 +54,7 @@ class Broker:
         schedule = self.schedule = Schedule(books, recalls, lines)
         waiting = self.waiting = Waiting(books, schedule, lines)
         lending = self.lending = Lending(books, stock, recalls, waiting)
-        segments = self.segments = Segments(books, stock, waiting, lending)
+        segments = self.segments = Segments(books, waiting, lending)
         models = self.models = Models(books, recalls)
         sessions = self.sessions = Sessions(books, recalls, lending, segments)
         releasing = self.releasing = Releasing(books, lending, segments, sessions)

@@ -23,7 +23,6 @@ from .lending import Lending
 from .names import ANY_MODEL, ModelName, SegmentName
 from .requests import DebitRequest, Kind
 from .rows import SegmentRow, SessionRow
-from .stock import WarmPool
 from .traffic import CallInFlight
 from .waiting import Waiting
 
@@ -36,9 +35,8 @@ _TOLD = {"sealing": "writing", "retired": "ending", "dropping": "ending"}
 class Segments:
     """The calls about segments. `attaches` are those of them that wait for a seal."""
 
-    def __init__(self, books: Books, stock: WarmPool, waiting: Waiting, lending: Lending) -> None:
+    def __init__(self, books: Books, waiting: Waiting, lending: Lending) -> None:
         self._books = books
-        self._stock = stock
         self._waiting = waiting
         self._lending = lending
         self.attaches = Attaches(books, lending)
@@ -77,7 +75,6 @@ class Segments:
         if event.delete_when_left:
             books.record(ft.SegmentBound(segment))
         books.record(ft.SegmentHeld(segment, event.session))
-        self._stock.make_room(location)
         call = CallInFlight(
             call=event.call,
             request_id=event.request_id,

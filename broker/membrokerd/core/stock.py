@@ -85,13 +85,9 @@ class WarmPool:
             if self._ready.get(other):
                 self._drop(other, min(self._ready[other], surplus))
 
-    def has(self, location: Location, extent_bytes: int, count: int) -> bool:
-        """Say whether the stock can serve a whole packet. A daemon that is stopping has closed its stock."""
-        return self._ready.get((location, extent_bytes), 0) >= count and not self._books.stopping
-
     def take(self, location: Location, extent_bytes: int, count: int) -> bool:
-        """Use extents of the stock for a whole packet, or for none of it."""
-        found = self.has(location, extent_bytes, count)
+        """Use extents of the stock for a whole packet, or for none of it. A daemon that stops has closed its stock."""
+        found = self._ready.get((location, extent_bytes), 0) >= count and not self._books.stopping
         if found:
             self._change((location, extent_bytes), -count, "used")
         return found

@@ -65,11 +65,6 @@ class CallInFlight:
         return self.states[(extent - self.ids.start) // policy.PACKET_EXTENTS] not in ("waiting", "making")
 
     @property
-    def size(self) -> int:
-        """The bytes of all its extents."""
-        return self.extent_bytes * (len(self.ids) - 1) + self.last_bytes
-
-    @property
     def any_sent(self) -> bool:
         """Whether the session may have seen a packet of it."""
         return "unacknowledged" in self.states or "delivered" in self.states
