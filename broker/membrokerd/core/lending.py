@@ -209,12 +209,9 @@ class Lending:
         """Note that a packet is queued to its session."""
         traffic = self._traffic[event.session]
         call = traffic.calls[event.request_id]
-        call.move(event.part, "made")
+        ids = self._made_or_not(call, event.part, "made")
         traffic.sent += 1
-        ids, _ = call.packet(event.part)
         traffic.unacknowledged[event.request_id, event.part] = traffic.sent, len(ids)
-        if event.part not in call.stocked:
-            self._made_or_not(call, event.part)
         self._conclude(event.session, call)
 
     def not_made(self, event: ev.NotMade, now: int) -> None:
@@ -224,12 +221,10 @@ class Lending:
         if event.reason == Reason.DEVICE_FULL and self._stock.drop_all(call.location):
             self._emit(event.session, call, event.part, *call.packet(event.part))  # again: the stock was using memory
             return
-        ids, _ = call.packet(event.part)
-        call.move(event.part, "not made")
+        ids = self._made_or_not(call, event.part, "not made")
         traffic.window -= len(ids)
         call.failed_at = now
         call.failure = call.failure or Denied(Reason(event.reason), {"model": str(call.name), **event.numbers})
-        self._made_or_not(call, event.part)
         self._credit_unmade(event.session, call, ids)
         self._abandon(event.session, call)
         self._conclude(event.session, call)
@@ -285,8 +280,7 @@ class Lending:
         """Give up the packets of a call that still wait."""
         waiting = range(call.issued, len(call.states))
         for part in waiting:
-            call.move(part, "given up")
-            self._made_or_not(call, part)
+            self._made_or_not(call, part, "given up")
         call.issued = len(call.states)
         traffic = self._traffic[session]
         if call in traffic.queue:
@@ -294,10 +288,13 @@ class Lending:
         if waiting:
             self._credit_unmade(session, call, range(call.packet(waiting.start)[0].start, call.ids.stop))
 
-    def _made_or_not(self, call: CallInFlight, part: int) -> None:
+    def _made_or_not(self, call: CallInFlight, part: int, cause: str) -> range:
+        """Note that a packet is made, or never will be, and return its ids."""
+        call.move(part, cause)
+        ids, size = call.packet(part)
         if not call.sends and part not in call.stocked:
-            ids, size = call.packet(part)
             self._books.making[call.location] -= size * len(ids)
+        return ids
 
     def _credit_unmade(self, session: int, call: CallInFlight, ids: range) -> None:
         """Credit extents that will never exist."""

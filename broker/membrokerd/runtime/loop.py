@@ -110,7 +110,7 @@ class Loop:
             fx.SendRecall: self._recall,
             fx.Recalled: on_recall,
             fx.Make: packets.make,
-            fx.Send: packets.send_later,
+            fx.Send: packets.unsent.append,
             fx.Stock: packets.stock_later,
             fx.DropStock: packets.drop_stock,
             fx.Seal: packets.seal,

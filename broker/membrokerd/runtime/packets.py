@@ -46,7 +46,7 @@ class Packets:
         self._io = asyncio.get_running_loop()
         self._stock: dict[tuple[Location, int], list[int]] = {}
         self.unsent: deque[fx.Send] = deque()
-        """Packets of segments that are not sent yet: a seal can begin a thousand attaches in one step."""
+        """Packets of segments that wait for `send_some`: a seal can begin a thousand attaches in one step."""
         self._sending = False
         self._making = 0
         self._idle = asyncio.Event()
@@ -60,7 +60,7 @@ class Packets:
             self._deliver(make, self._take_stock(make.location, make.extent_bytes, len(make.ids)))
         else:
             self._making += 1
-            self._executor.make(make, lambda outcome: self._made(make, outcome))
+            self._executor.make(make, partial(self._made, make))
 
     def _made(self, make: fx.Make, outcome: list[int] | Denied) -> None:
         self._making -= 1
@@ -144,10 +144,6 @@ class Packets:
             self._not_made(make, Denied(Reason.DESCRIPTORS_EXHAUSTED, {"driver_says": str(error)}))
         else:
             self._send(make)
-
-    def send_later(self, send: fx.Send) -> None:
-        """Queue a packet of a segment, until `send_some`."""
-        self.unsent.append(send)
 
     def send_some(self) -> None:
         """Send queued packets of segments, as many as there is time for in this turn, and the rest in later ones."""
