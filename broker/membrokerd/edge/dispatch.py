@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from google.protobuf.message import Message
@@ -62,14 +63,12 @@ class Dispatcher:
 
         Returns the number of the call, or None if the request was refused before the core saw it.
         """
-        call = self.loop.expect(respond)
+        make_event = partial(convert.to_event, session=session, tenant=tenant, request_id=request_id, request=message)
         try:
-            event = convert.to_event(call, session, tenant, request_id, message)
+            return self.loop.ask(make_event, respond)
         except convert.Refused as refused:
-            self.loop.answer(fx.Answer(call, refused.denied))
+            respond(refused.denied)
             return None
-        self.loop.tell(event)
-        return call
 
     def refused(self, session: int, request_id: int, method: str, message: Any, denied: Denied) -> None:
         """Log a refusal. Of a borrow for a model of the session's own tenant, keep why it was refused, too."""

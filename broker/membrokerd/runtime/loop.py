@@ -122,14 +122,15 @@ class Loop:
 
     # --- events in ---
 
-    def ask(self, make_event: MakeEvent, reply: Reply) -> None:
-        """Ask the core. `reply` is called once, now or later, with its answer."""
-        self.tell(make_event(self.expect(reply)))
+    def ask(self, make_event: MakeEvent, reply: Reply) -> int:
+        """Ask the core, and return the number of the call. `reply` is called once, now or later, with its answer.
 
-    def expect(self, reply: Reply) -> int:
-        """Return the number of a new call, which the core is told next. `reply` is called once, with its answer."""
+        What `make_event` raises is raised here: the core is not asked then.
+        """
         call = next(self._calls)
+        event = make_event(call)
         self._replies[call] = reply
+        self.tell(event)
         return call
 
     def tell(self, event: ev.Event) -> None:
