@@ -249,15 +249,13 @@ class _LocalLink:
         self._lock = threading.Lock()
         # A finalizer may call its put() in any thread, and also during another put() (Python's documentation).
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.later: Callable[[Callable[[], None]], None] = self._work.put
         try:
             self._thread = start_thread(_work_off, "membroker", self._work)
         except BaseException:
             if owned:
                 driver.close()
             raise
-
-    def later(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
 
     def drop_anchor(self) -> None:
         """Keep one granule of a GPU exported: an export then takes 30 us, and otherwise a millisecond (H200)."""

@@ -52,6 +52,8 @@ class MemoryOwner(Generic[_L]):
 
     def __init__(self, link: _L) -> None:
         self._link = link
+        self.later: Callable[[Callable[[], None]], None] = link.later
+        """Run work in the background thread. Finalizers use this."""
         self._holdings: set[Tracked] = set()
         self._lock = threading.Lock()
         self._closed = self._closing = self._ended = self._forked = False
@@ -84,10 +86,6 @@ class MemoryOwner(Generic[_L]):
         self._holdings.discard(memory)
         if self._closed and not (self._holdings or self._closing):
             self.later(self._end)
-
-    def later(self, work: Callable[[], None]) -> None:
-        """Run `work` in the background thread. Finalizers use this."""
-        self._link.later(work)
 
     def _close(self, *, wait: bool = True) -> None:
         """End all memory, and the link after the last. What fails is logged, and held until this is called again."""

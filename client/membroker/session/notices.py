@@ -66,10 +66,8 @@ class Notices:
         self.draining: Draining | None = None
         """The drain that has not ended, as far as the present connection knows."""
         self._background = _start(self._hear, "membroker")
-
-    def later(self, work: Callable[[], None]) -> None:
-        """Do `work` in the background thread. For finalizers: takes no lock."""
-        self._background.later(work)
+        self.later: Callable[[Callable[[], None]], None] = self._background.later
+        """Do work in the background thread. For finalizers: takes no lock."""
 
     def listen(self, notices: socket.socket, connection: Connection) -> None:
         """Read the notices of a new connection from now on."""

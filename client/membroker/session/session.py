@@ -43,10 +43,7 @@ class _SessionLink:
         self.connection = connection
         self.driver = driver
         self.owns_driver = driver is None
-
-    def later(self, work: Callable[[], None]) -> None:
-        """Do `work` in the background thread."""
-        self.connection.notices.later(work)
+        self.later: Callable[[Callable[[], None]], None] = connection.notices.later
 
     def end(self, *, wait: bool = True) -> None:
         """Say goodbye and close everything, also when an interrupt ends the wait for the answer."""
