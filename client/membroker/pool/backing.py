@@ -234,50 +234,29 @@ class Backing:
 
     # Releasing
 
-    def drop(self, runs: Sequence[range], after: Waitable | None = None) -> None:
+    def drop(self, find: Callable[[], Sequence[range]], after: Waitable | None = None) -> None:
         """Release used pages, or keep all of them as spare pages. Drop the bytes of offloaded pages.
 
-        It waits once, for `after`, or for all work on the device if that is None. In a finalizer that has interrupted
-        a call of the library, it returns at once, and another thread does it soon. So do the other two.
+        `find` returns the pages, as runs. It is called under the lock, perhaps twice. This waits once, for `after`, or
+        for all work on the device if that is None. In a finalizer that has interrupted a call of the library, it
+        returns at once, and another thread does it soon.
         """
         if in_a_finalizer():
-            self._source.later(partial(_unless_closed, self.drop, runs, after))
+            self._source.later(partial(_unless_closed, self.drop, find, after))
             return
-        if self._keep_spare(runs):
+        if self._keep_spare(find):
             return
-        with Operation(self.holding) as operation:
-            used = self.table.claim_droppable(operation.ends, runs)
-            self._drop(operation, runs, used, after)
-
-    def drop_below(self, length: int) -> None:
-        """Drop the pages of the last `length` bytes up to the highest allocated page."""
-        if in_a_finalizer():
-            self._source.later(partial(_unless_closed, self.drop_below, length))
-            return
-        with self._lock:
-            if self._keep_spare([self.table.below(length)]):
-                return
         with Operation(self.holding) as operation:
             with self._lock:
-                runs = [self.table.below(length)]
+                runs = find()
                 used = self.table.claim_droppable(operation.ends, runs)
-            self._drop(operation, runs, used)
+            if used:
+                self._unbind(used, operation, after)
+            if self._offloaded.size:
+                for pages in runs:
+                    uninterrupted(partial(self._offloaded.drop, pages))
 
-    def drop_allocation(self, address: int, after: Waitable | None = None) -> None:
-        """Drop the pages of the allocation that begins at an address."""
-        if in_a_finalizer():
-            self._source.later(partial(_unless_closed, self.drop_allocation, address, after))
-            return
-        with self._lock:
-            if self._keep_spare([self._begun_at(address)]):
-                return
-        with Operation(self.holding) as operation:
-            with self._lock:
-                runs = [self._begun_at(address)]
-                used = self.table.claim_droppable(operation.ends, runs)
-            self._drop(operation, runs, used, after)
-
-    def _begun_at(self, address: int) -> range:
+    def begun_at(self, address: int) -> list[range]:
         """Return the pages of the allocation that begins at an address. The caller holds the lock."""
         offset = address - self.holding.region.address
         page, within = divmod(offset, self._page_size)
@@ -285,20 +264,10 @@ class Backing:
             raise InvalidOffset(f"the address {address:#x} is not one of this pool's")
         if self.table.begins.get(page) != within:
             raise NotMapped(f"no allocation begins at the address {address:#x}: free(offset, size) takes any pages")
-        return self.table.allocation(page)
+        return [self.table.allocation(page)]
 
-    def _drop(
-        self, operation: Operation, runs: Sequence[range], used: Sequence[range], after: Waitable | None = None
-    ) -> None:
-        """Release the used ones of claimed pages, and drop the bytes of those that are offloaded."""
-        if used:
-            self._unbind(used, operation, after)
-        if self._offloaded.size:
-            for pages in runs:
-                uninterrupted(partial(self._offloaded.drop, pages))
-
-    def _keep_spare(self, runs: Sequence[range]) -> bool:
-        """Keep freed pages mapped as spare pages, unless there are too many then; return whether it did.
+    def _keep_spare(self, find: Callable[[], Sequence[range]]) -> bool:
+        """Keep the pages that `find` returns as spare pages, unless there are too many then; return whether it did.
 
         Protected pages are released instead: the next allocation would have to make them writable.
         """
@@ -306,7 +275,7 @@ class Backing:
         if not most:
             return False
         with self._lock:
-            table = self.table
+            table, runs = self.table, find()
             if table.spare + sum(map(len, runs)) > most:
                 return False
             for pages in runs:

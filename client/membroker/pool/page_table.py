@@ -361,21 +361,20 @@ class PageTable:
         return pages, missing
 
     def claim_droppable(self, ends: list[Step], runs: Sequence[range]) -> list[range]:
-        """Claim used or offloaded pages, and return the used ones, as runs. Takes the lock.
+        """Claim used or offloaded pages, and return the used ones, as runs.
 
         Raises `NotMapped`, and `BufferError` if a view or a pin of them is alive.
         """
         used: list[range] = []
-        with self.lock:
-            for pages in runs:
-                if self.is_used(pages):
-                    used.append(pages)
-                else:
-                    self.check_allocated(pages)
-                    used += self.runs_of(USED, pages)
-            for run in used:
-                self._check_unpinned(run)
-            self.claim(ends, runs)
+        for pages in runs:
+            if self.is_used(pages):
+                used.append(pages)
+            else:
+                self.check_allocated(pages)
+                used += self.runs_of(USED, pages)
+        for run in used:
+            self._check_unpinned(run)
+        self.claim(ends, runs)
         return used
 
     def wait_for_own(self, pages: range) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import Literal, SupportsIndex
@@ -262,7 +263,7 @@ class VirtualMemoryPool(Resource):
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        self._backing.drop_below(length)
+        self._backing.drop(lambda: [self._backing.table.below(length)])
 
     def prepare(self, size: Size, *, timeout: float | None = None) -> None:
         """Back the next `size` bytes after the highest allocated page ahead of need, as spare pages.
@@ -308,21 +309,18 @@ class VirtualMemoryPool(Resource):
             if after is not None:
                 _check_fence(after)
             if size is None:
-                self._free_allocation(where, after)
+                if isinstance(where, PoolRange) and where.freed:
+                    raise NotMapped(f"{where!r} was freed already")
+                address = whole_number("an address", where, InvalidOffset)
+                self._backing.drop(partial(self._backing.begun_at, address), after)
+                if isinstance(where, PoolRange):
+                    where.freed = True
             else:
                 _, _, pages = self._checked(where, size)
-                self._backing.drop([pages], after)
+                self._backing.drop(lambda: [pages], after)
         except SHORTENED as error:
             shorten(error)
             raise
-
-    def _free_allocation(self, address: SupportsIndex, after: Waitable | None) -> None:
-        made = address if isinstance(address, PoolRange) else None
-        if made is not None and made.freed:
-            raise NotMapped(f"{made!r} was freed already")
-        self._backing.drop_allocation(whole_number("an address", address, InvalidOffset), after)
-        if made is not None:
-            made.freed = True
 
     def free_ranges(self, ranges: Iterable[tuple[SupportsIndex, Size]], *, after: Waitable | None = None) -> None:
         """Release every page that any of the ranges touches, after a single wait for the device.
@@ -336,7 +334,7 @@ class VirtualMemoryPool(Resource):
             _check_fence(after)
         _, runs = self._touched_by(ranges)
         if runs:
-            self._backing.drop(runs, after)
+            self._backing.drop(lambda: runs, after)
 
     def protect(self, offset: SupportsIndex, size: Size, access: AccessFlags | str) -> None:
         """Set the access of every page that [offset, offset + size) touches: `"read"`, `"none"` or `"read_write"`.
