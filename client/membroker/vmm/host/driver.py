@@ -105,8 +105,7 @@ class HostDriver:
 
     def _create(self, made: list[int], size: int, location: Location, *, sealable: bool) -> None:
         """Append the descriptor of a new extent to `made`, which the watch counts from now on."""
-        self._check_usable("memfd_create")
-        _check_granules(size, "memfd_create")
+        self._check_usable("memfd_create", size)
         extents.make(made, size, location, sealable=sealable)
         with self._birth_lock:
             self._check_room(size, location)
@@ -136,8 +135,7 @@ class HostDriver:
         self, address: int, descriptors: Sequence[int], size: int, access: AccessFlags = AccessFlags.READ_WRITE
     ) -> None:
         """Map the memfds behind `descriptors` side by side from `address` on."""
-        self._check_usable("mmap")
-        _check_granules(size, "mmap", address)
+        self._check_usable("mmap", size, address)
         if not descriptors:
             raise invalid("mmap", "0 bytes are not a range")
         imports.mark()
@@ -150,8 +148,7 @@ class HostDriver:
 
     def import_extent(self, descriptor: int, size: int, location: Location = Location.DEVICE) -> Handle:
         """Return a handle to the memfd behind `descriptor`, which must be sealed at exactly `size` bytes."""
-        self._check_usable("dup")
-        _check_granules(size, "dup")
+        self._check_usable("dup", size)
         imports.mark()
         with ExitStack() as undo:
             own = extents.duplicate(descriptor)
@@ -173,8 +170,7 @@ class HostDriver:
 
     def reserve(self, size: int, alignment: int = 0) -> int:
         """Reserve `size` bytes of addresses at a multiple of `alignment` (at least the granularity)."""
-        self._check_usable("mmap")
-        _check_granules(size, "mmap")
+        self._check_usable("mmap", size)
         if alignment and not (is_power_of_two(alignment) and alignment <= MAX_BYTES):
             raise invalid("mmap", f"an alignment is a power of two below 2^63, not {alignment}")
         return self._process.reserve(size, max(alignment, GRANULARITY), self._number)
@@ -186,8 +182,7 @@ class HostDriver:
 
     def map(self, address: int, handle: Handle) -> None:
         """Map the extent at `address`; no device has access until `set_access`."""
-        self._check_usable("mmap")
-        _check_granules(handle.size, "mmap", address)
+        self._check_usable("mmap", handle.size, address)
         with self._lock:
             extent = self._extent(handle, "mmap")
             self._process.map(address, [extent.descriptor], handle.size, self._ordinal, AccessFlags.NONE)
@@ -209,7 +204,7 @@ class HostDriver:
 
     def move(self, address: int, new_address: int, size: int, count: int = 1) -> None:
         """Map memfds at other addresses, one after the other, starting at the end towards which they move."""
-        self._check_usable("mremap")
+        self._check_usable("mremap", size)
         _check_move(address, new_address, size, count)
         self._process.move(address, new_address, size, count)
 
@@ -354,12 +349,17 @@ class HostDriver:
 
     # Shared by the calls above
 
-    def _check_usable(self, call: str) -> None:
+    def _check_usable(self, call: str, size: int = GRANULARITY, address: int = 0) -> None:
+        """Raise unless this process may make the call, and its size and address, if it has any, are whole granules."""
         if self._closed:
             raise DriverError(call, "EBADF", errno.EBADF, "this driver is closed")
         if self._process.pid != os.getpid():  # the hook that begins a child's `HostProcess` may not have run yet
             hint = "this driver was made before a fork: abandon it in the child, and open a new one"
             raise DriverError(call, "ECHILD", errno.ECHILD, hint)
+        if not 0 < size <= MAX_BYTES or size % GRANULARITY:
+            raise invalid(call, f"a size is a positive multiple of {GRANULARITY} bytes, not {size}")
+        if address % GRANULARITY:
+            raise invalid(call, f"{address:#x} is not a multiple of {GRANULARITY} bytes")
 
     def _book(self, undo: ExitStack, descriptor: int, size: int, location: Location, *, imported: bool) -> Handle:
         handle = Handle(next(_handle_values), size, location)
@@ -375,15 +375,7 @@ class HostDriver:
         return extent
 
 
-def _check_granules(size: int, call: str, address: int = 0) -> None:
-    if not 0 < size <= MAX_BYTES or size % GRANULARITY:
-        raise invalid(call, f"a size is a positive multiple of {GRANULARITY} bytes, not {size}")
-    if address % GRANULARITY:
-        raise invalid(call, f"{address:#x} is not a multiple of {GRANULARITY} bytes")
-
-
 def _check_move(address: int, new_address: int, size: int, count: int) -> None:
-    _check_granules(size, "mremap")
     if not 0 < count <= MAX_BYTES // size or abs(new_address - address) < size or new_address % GRANULARITY:
         why = (
             f"cannot move {count} extents of {size} bytes from {address:#x} to {new_address:#x}: "
