@@ -14,7 +14,7 @@ from tests.support.sizes import MIB, PAGE
 import membroker
 
 ROUNDS = 5
-MOST_CALLS = {"allocate": 104, "release": 54}
+MOST_CALLS = {"allocate": 103, "release": 54}
 
 
 def test_a_page_that_is_ready_takes_at_most_so_many_calls(
