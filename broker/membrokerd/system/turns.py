@@ -89,6 +89,8 @@ class Turns:
         self._clock = clock
         self._began: tuple[float, float] | None = None
         self._queues: TenantQueues[Work] = TenantQueues()
+        self.put: Callable[[str, Work], None] = self._queues.put
+        """Do a step of work for a peer of a tenant when it is the tenant's turn. What waits already waits on."""
 
     def start_over(self) -> None:
         """Forget what was measured, and start a turn: nobody has waited for what the daemon's start has taken."""
@@ -111,10 +113,6 @@ class Turns:
             self.longest_cpu = max(self.longest_cpu, time.thread_time() - began_cpu)
             self.longest = max(self.longest, seconds)
         self.slow += seconds > SLOW_SECONDS
-
-    def put(self, tenant: str, work: Work) -> None:
-        """Do a step of work for a peer of this tenant when it is the tenant's turn. What waits already waits on."""
-        self._queues.put(tenant, work)
 
     @property
     def is_waiting(self) -> bool:

@@ -113,7 +113,7 @@ class HandoffConnection:
 
     def read(self) -> bool:
         """Read and handle the next frame. Return False when no frame has come, or while nothing is read."""
-        # As `_is_held_up` says, but without a call: this is on the way of every page.
+        # As in `queued`, but without a call: this is on the way of every page.
         if self._closed or self._waiting or self._outgoing or self._outbox.retry.is_pending:
             return False
         try:
@@ -140,14 +140,9 @@ class HandoffConnection:
             self.refuse(frame.request_id, deny(Reason.INTERNAL))
         return True
 
-    @property
-    def _is_held_up(self) -> bool:
-        """Whether nothing is read for now."""
-        return self._closed or self._outbox.is_full or self._waiting
-
     def queued(self) -> int:
         """Return the bytes that have arrived and are not read yet; 0 while this connection reads nothing."""
-        if self._is_held_up:
+        if self._closed or self._waiting or self._outbox.is_full:
             return 0
         return int.from_bytes(fcntl.ioctl(self._sock, termios.FIONREAD, bytes(4)), sys.byteorder)
 
