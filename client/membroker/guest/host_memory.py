@@ -1,12 +1,14 @@
 """How much host memory the image of a guest may still take: of the machine, and of the control groups around it.
 
 Guests that fall asleep at the same time would all find the same memory free. So each claims what its image will take in
-a file that the guests of one user share, until the image is made.
+a file that the guests of one user share, until the image is made. The claims are met in the order of the file: a large
+image would otherwise wait behind each small one that comes later.
 """
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -30,13 +32,14 @@ MOST_CLAIM_BYTES = 1 << 16
 def claimed(size: int) -> Iterator[str]:
     """Claim what an image takes while it is made. Yield why there is too little, as half a sentence, or "".
 
-    What others have claimed may be taken already or not, so one that finds too little beside it waits for them.
+    What others have claimed may be taken already or not, so one that finds too little beside it waits for those that
+    came before it.
     """
     end, me = time.monotonic() + CLAIM_SECONDS, (os.getpid(), start_of(os.getpid()))
-    lacking, others = _claim(size, me)
-    while lacking and others and time.monotonic() < end:
+    lacking, may_wait = _claim(size, me)
+    while may_wait and time.monotonic() < end:
         time.sleep(LOOK_SECONDS)
-        lacking, others = _claim(size, me)
+        lacking, may_wait = _claim(size, me)
     try:
         yield lacking
     finally:
@@ -44,18 +47,20 @@ def claimed(size: int) -> Iterator[str]:
             claims.pop(me, None)
 
 
-def _claim(size: int, me: tuple[int, str]) -> tuple[str, int]:
-    """Claim so much beside what others claim. Return why that is too much, or "", and how much the others claim."""
+def _claim(size: int, me: tuple[int, str]) -> tuple[str, bool]:
+    """Claim so much beside the claims before. Return why that is too much, or "", and whether a wait may help."""
     with _claims() as claims:
-        claims.pop(me, None)
-        free, others = free_bytes(), sum(claims.values())
+        claims[me] = size  # in its place, if it waits already
+        free, others = free_bytes(), sum(claims[other] for other in itertools.takewhile(me.__ne__, claims))
         if free is None or size + others <= free:
-            claims[me] = size
-            return "", others
+            return "", False
+        may_wait = bool(others) and size <= free
+        if not may_wait:  # those behind it are not to wait for it
+            del claims[me]
     beside = f" beside {format_size(others)} for images of others" if others else ""
     return (
         f"the machine has {format_size(free)} of memory free, and its image needs {format_size(size)}{beside}",
-        others,
+        may_wait,
     )
 
 
