@@ -147,7 +147,8 @@ def awake(keep_awake: Callable[[int], bool]) -> Iterator[None]:
             is_awake = keep_awake(0)
         yield
     finally:
-        keep_awake(-1)
+        with suppress(ClosedError):  # the engine has ended meanwhile: what the block has done, it has done
+            keep_awake(-1)
 
 
 def connect(address: str, number: int) -> Connection:

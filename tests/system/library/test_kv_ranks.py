@@ -454,6 +454,12 @@ def test_a_rank_that_uses_weights_wakes_all_and_keeps_them_awake(slept: Callable
     end.touch()
     assert user.result() == "hello"
     one.sleep(1)
+    user.do(f"end = Path({str(end)!r})")
+    user.begin("with rank.awake():\n    end.unlink()\n    until(end.exists)\n    answer = 'done'")
+    until(lambda: not end.exists())
+    one.engine.ranks.close()
+    end.touch()
+    assert user.result() == "done", "the engine has ended before the block"
 
 
 def test_a_rank_that_uses_weights_before_there_is_a_sleeper_is_counted(start: Start) -> None:
