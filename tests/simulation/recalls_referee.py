@@ -71,6 +71,8 @@ class RecallsReferee:
         self._rules: Any = None
         """Those of the step before."""
         self._kept_ended = False
+        self._lent: defaultdict[tuple[ModelName, Location], list[int]] = defaultdict(list)
+        """The bytes that this step has lent to each model, in order."""
         self._sizes: list[tuple[Place, int]] = []
         """Of the extents that a Release names."""
         self._extents: dict[int, dict[int, tuple[Place, int]]] = {}
@@ -233,6 +235,7 @@ class RecallsReferee:
             if isinstance(one, fx.Answer) and isinstance(one.result, fx.Declared) and one.call in self._world.declaring
         ]
         self._new = []
+        self._lent.clear()
         self._told.clear()
         self._again.clear()
         refused = any(isinstance(one.result, Denied) for one in _answers(step, getattr(event, "call", -1)))
@@ -240,7 +243,7 @@ class RecallsReferee:
             self._stated[event.session] = event
         for fact in step.facts:
             self._follow_fact(fact)
-        self._shrink_holds(step)
+        self._shrink_holds()
         match event:
             case ev.Elapsed():
                 self._elapsed()
@@ -268,6 +271,10 @@ class RecallsReferee:
 
     def _follow_fact(self, fact: ft.Fact) -> None:
         match fact:
+            case ft.Debited():
+                self._lent[fact.name, fact.location].append(fact.extent_bytes * fact.count)
+            case ft.SegmentBegan():
+                self._lent[fact.name, fact.location].append(fact.extent_bytes * (fact.count - 1) + fact.last_bytes)
             case ft.DeclarationSet():
                 self._follow_declaration(fact)
             case ft.Credited(cause="released"):
@@ -297,6 +304,8 @@ class RecallsReferee:
         place, now = (fact.session, fact.name, fact.location), self._world.now
         less = self.declared[place] - fact.declared_bytes
         self.declared[place] = fact.declared_bytes
+        if less < 0:
+            self._lent[fact.name, fact.location].append(-less)
         own = [one for one in self._granted if (one.session, one.name, one.location) == place]
         event = next((one for one in own if one.declared_bytes == fact.declared_bytes), None)
         if event is None:  # it was stated in a resume
@@ -538,11 +547,11 @@ class RecallsReferee:
         self._judge_limits(step)
         self._judge_holds(event, step, {place[2] for place, _ in self._new})
 
-    def _shrink_holds(self, step: Step) -> None:
+    def _shrink_holds(self) -> None:
         """What the models have released in this step, before it lent anything, is not kept for them."""
         for key, hold in self.holds.items():
             lent = self._referee.guarantees.lent(*key)
-            released = max(0, hold.lent + sum(_debited(step, key)) - lent)
+            released = max(0, hold.lent + sum(self._lent[key]) - lent)
             self.holds[key] = hold._replace(size=hold.size - released, lent=lent)
 
     def _judge_firm(self) -> None:
@@ -651,7 +660,7 @@ class RecallsReferee:
             steps |= {min(2 * size, most) for size in steps}
         assert hold.step in steps, "a step is not doubled"
         lent = [self._referee.guarantees.lent(name, where)]
-        for size in reversed(_debited(step, key)):
+        for size in reversed(self._lent[key]):
             lent.append(lent[-1] - size)
         sizes = self._wanted_together(event, name, where)
         wasted = self._world.broker.schedule.holds._wasted.get(name.tenant)
@@ -778,15 +787,3 @@ class RecallsReferee:
 
 def _answers(step: Step, call: int) -> list[fx.Answer]:
     return [one for one in step.effects if isinstance(one, fx.Answer) and one.call == call]
-
-
-def _debited(step: Step, key: Any) -> list[int]:
-    """Return the bytes that a step has lent to a model at a location, in order."""
-    found = []
-    for fact in step.facts:
-        match fact:
-            case ft.Debited() if (fact.name, fact.location) == key:
-                found.append(fact.extent_bytes * fact.count)
-            case ft.SegmentBegan() if (fact.name, fact.location) == key:
-                found.append(fact.extent_bytes * (fact.count - 1) + fact.last_bytes)
-    return found
