@@ -29,6 +29,7 @@ from membrokerd.core.ledger import replay
 from membrokerd.core.machine import Broker
 from membrokerd.core.names import LOCATIONS, Location, ModelName, QuotaKey, SegmentName
 from membrokerd.core.recount import recount
+from membrokerd.core.snapshot import take_tenants
 
 SECOND = 1_000_000_000
 START = 1_000 * SECOND
@@ -403,6 +404,10 @@ class Script:
         for name, where in product(self.broker.ledger.models, self.broker.ledger.totals):
             counted = sum(map(recallable.bytes_of, recallable.borrowers(name, where)))
             assert recallable.of_model(name, where) == counted, f"what can be recalled of {name}"
+        waiters = self.broker.waiting.waiters()
+        for tenant, at in ((row.tenant, at) for row in take_tenants(self.broker, ()) for at in row.locations):
+            sizes = [one.size for one in waiters if (one.name.tenant, one.location) == (tenant, at.location)]
+            assert at.waiting == sum(sizes), f"what {tenant} waits for"
         changes = [fact for fact in step.facts if not isinstance(fact, ft.UnaccountedSeen)]
         assert self.broker.ledger.revision == before[0] + len(changes)
         answers = {effect.call: effect.result for effect in step.effects if isinstance(effect, fx.Answer)}
