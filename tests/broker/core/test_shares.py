@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.simulation.shares import fill as fill_by_definition
+from tests.support.calls import calls_of
 from tests.support.seeds import chosen_seed
 from tests.support.sizes import MIB
 
@@ -60,13 +61,14 @@ def test_tenants_are_divided_before_their_models() -> None:
         ledger.apply(ft.ModelBegan(name, None, {}))
     recallable = Recallable(ledger)
     admission = Admission(ledger, rules, recallable)
-    shares = Shares(ledger, rules, admission, recallable, is_possible=False).divide(
-        "device", dict.fromkeys(names[:-1], 60 * MIB)
-    )
+    division = Shares(ledger, rules, admission, recallable, is_possible=False)
+    shares = division.divide("device", dict.fromkeys(names[:-1], 60 * MIB))
     assert shares[names[0]] == 40 * MIB
     assert [shares[name] for name in names[1:9]] == [6 * MIB] * 4 + [4 * MIB] * 4
     assert (shares[names[9]], shares[names[10]]) == (8 * MIB, 12 * MIB)
     assert sum(shares.values()) == 100 * MIB
+    division.divide("device")
+    assert not calls_of(lambda: division.divide("device"))["fill"], "nothing has changed"
 
 
 def test_what_can_be_had_is_bounded_by_the_limit() -> None:
