@@ -18,6 +18,10 @@ Sizes are bytes, times are seconds. `location` is `device` (the GPU) or `host`. 
 other: they are of one view of the books, at most a second old. The process's own figures (`process_*`) are there, too.
 
 A histogram has the series `_bucket`, `_sum` and `_count`. A counter begins at 0 with the daemon, or with its model.
+
+The models and segments of a tenant have at most 1,024 names in an hour. The gauges of further ones are summed under the
+model `""` or the segment `""`, and their counters are left out: Prometheus keeps each series for hours, and a program
+can use new names all the time.
 """
 
 

@@ -6,6 +6,7 @@ anything. `catalog` has the names, `durations` the histograms, `metrics_server` 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from .cached_text import CachedText
 from .durations import WAIT_BUCKETS, Durations
 from .history import Sample
 
+MOST_NAMES = 1_024
+"""Names of a tenant, of models and of segments together, that have series of their own within NAME_SECONDS."""
+NAME_SECONDS = 3600.0
 _CAUSES = (SleepStatus.RECALL, SleepStatus.IDLE, SleepStatus.OPERATOR, SleepStatus.EXCESS)
 
 
@@ -82,6 +86,7 @@ class Metrics:
     def __init__(self, take_view: Callable[[], MetricsView], gpu_uuid: str, *, model_reasons: bool = True) -> None:
         disable_created_metrics()
         self._model_reasons = model_reasons
+        self._names = _Names()
         self._take_view = take_view
         self._gpu_uuid = gpu_uuid
         self.registry = CollectorRegistry()
@@ -134,7 +139,12 @@ class Metrics:
                 families.add(catalog.TENANT_LIMIT, row.limit, tenant.tenant, row.location)
                 families.add(catalog.TENANT_GUARANTEE, row.guarantee, tenant.tenant, row.location)
         for model in view.models:
-            _add_model(families, model)
+            if not self._names.admit(model.name.tenant, model.name.model):
+                _add_model(families, model, (model.name.tenant, ""))
+                continue
+            _add_model(families, model, model.name)
+            families.add(catalog.MODEL_ALLOCATIONS, model.allocations, *model.name)
+            families.add(catalog.MODEL_RELEASES, model.releases, *model.name)
             refused = (
                 _from_the_start(catalog.DENIAL_REASONS, model.denials)
                 if self._model_reasons
@@ -144,7 +154,7 @@ class Metrics:
                 families.add(catalog.MODEL_DENIALS, count, *model.name, reason)
             families.add(catalog.MODEL_ASLEEP, view.asleep.get(model.name), *model.name)
             _add_guests(families, model.name, view.guests.get(model.name, ()))
-        _add_segments(families, view.segments)
+        _add_segments(families, view.segments, self._names)
         for pod in view.pods:
             namespace, _, name = pod.name.partition("/")
             for location, used in pod.used.items():
@@ -152,21 +162,50 @@ class Metrics:
         yield from families.all()
 
 
+class _Names:
+    """Which names have series of their own.
+
+    Prometheus keeps a series for hours after its last scrape, and a tenant can give its models and segments 2,000 new
+    names a second.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, dict[tuple[str, ...], float]] = {}
+        """By tenant: when each name was shown last, the oldest first."""
+
+    def admit(self, tenant: str, *name: str) -> bool:
+        """Return whether a name has series of its own in this scrape."""
+        now = time.monotonic()
+        seen = self._seen.setdefault(tenant, {})
+        if seen.pop(name, None) is None and len(seen) >= MOST_NAMES:
+            oldest = next(iter(seen))
+            if now - seen[oldest] < NAME_SECONDS:
+                return False
+            del seen[oldest]
+        seen[name] = now
+        return True
+
+
 class _Families:
-    """The families of one scrape; one without a series is empty."""
+    """The families of one scrape; one without a series is empty. What is added to the same labels is summed."""
 
     def __init__(self, gpu_uuid: str) -> None:
         self._gpu_uuid = gpu_uuid
         mine = (spec for spec in catalog.ALL.values() if spec.kind != "histogram" and spec not in catalog.PARENT)
         self._families = {spec.name: _family(spec) for spec in mine}
+        self._values: dict[tuple[str, ...], float] = {}
+        """By name and labels."""
 
     def add(self, spec: catalog.Spec, value: float | None, *labels: str) -> None:
         """Add a series, unless the value is None: then the figure does not exist."""
         assert len(labels) == len(spec.labels)
         if value is not None:
-            self._families[spec.name].add_metric((self._gpu_uuid, *labels), value)
+            series = spec.name, *labels
+            self._values[series] = self._values.get(series, 0) + value
 
     def all(self) -> Iterable[Metric]:
+        for (name, *labels), value in self._values.items():
+            self._families[name].add_metric((self._gpu_uuid, *labels), value)
         return self._families.values()
 
 
@@ -234,12 +273,10 @@ def _add_location(families: _Families, view: MetricsView, books: snapshot.Locati
         families.add(catalog.MEMORY_USED, memory.used, where)
 
 
-def _add_model(families: _Families, model: snapshot.ModelView) -> None:
-    name = (model.name.tenant, model.name.model)
+def _add_model(families: _Families, model: snapshot.ModelView, name: tuple[str, str]) -> None:
+    """Add the gauges of a model, under this tenant and model."""
     families.add(catalog.MODEL_VIRTUAL, model.virtual_capacity, *name)
     families.add(catalog.MODEL_SESSIONS, model.sessions, *name)
-    families.add(catalog.MODEL_ALLOCATIONS, model.allocations, *name)
-    families.add(catalog.MODEL_RELEASES, model.releases, *name)
     for books in model.locations:
         families.add(catalog.MODEL_USED, books.used, *name, books.location)
         families.add(catalog.MODEL_PEAK, books.peak, *name, books.location)
@@ -254,7 +291,7 @@ def _add_model(families: _Families, model: snapshot.ModelView) -> None:
         families.add(catalog.MODEL_SEGMENTS, books.segments, *name, books.location)
 
 
-def _add_segments(families: _Families, segments: Iterable[fx.SegmentView]) -> None:
+def _add_segments(families: _Families, segments: Iterable[fx.SegmentView], names: _Names) -> None:
     """Add every state's count for the models that have segments, what sharing saves, and each segment's attachments.
 
     A deleted segment can still exist beside its successor of the same name: a name is one series, their sum.
@@ -263,10 +300,14 @@ def _add_segments(families: _Families, segments: Iterable[fx.SegmentView]) -> No
     attachments: Counter[tuple[str, str, str]] = Counter()
     saved: Counter[tuple[str, str, str]] = Counter()
     for segment in segments:
-        name = segment.name
-        states.setdefault((name.tenant, name.model), Counter())[segment.state] += 1
-        attachments[name.tenant, name.model, name.label] += segment.sessions
-        saved[name.tenant, name.model, segment.location] += segment.size * max(0, segment.sessions - 1)
+        tenant, of_model, label = segment.name
+        if not names.admit(tenant, of_model):
+            of_model = label = ""
+        elif not names.admit(tenant, of_model, label):
+            label = ""
+        states.setdefault((tenant, of_model), Counter())[segment.state] += 1
+        attachments[tenant, of_model, label] += segment.sessions
+        saved[tenant, of_model, segment.location] += segment.size * max(0, segment.sessions - 1)
     for model, counts in sorted(states.items()):
         for state in lifecycles.SEGMENT:
             if lifecycles.SEGMENT[state]:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import generate_latest
@@ -17,7 +18,7 @@ from tests.support.views import FULL, UUID, Source, books, model, segment
 from membrokerd.core import lifecycles
 from membrokerd.core.denied import Reason
 from membrokerd.core.snapshot import TenantLocationView, TenantView
-from membrokerd.observe import catalog
+from membrokerd.observe import catalog, metrics
 from membrokerd.observe.metrics import Metrics, MetricsView
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -69,6 +70,32 @@ def test_a_models_series_begin_at_zero_and_end_with_it() -> None:
     after = scrape(made)
     assert not [name for name, labels in after if ("model", "a") in labels]
     assert values(after, "membroker_device_lent_bytes", location="device") == [0]
+
+
+def test_names_that_come_and_go_are_no_endless_series(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant registers other models before each scrape, and writes other segments: 2,000 names in a second.
+
+    What is beyond the bound is summed without a name, so that the models' sum is still the tenant's; other tenants'
+    models have their series; and after an hour other names do.
+    """
+    monkeypatch.setattr(metrics, "MOST_NAMES", 4)
+    passed = [0.0]
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: passed[0]))
+    source = Source(FULL)
+    made = Metrics(source.view, UUID)
+    shown: set[str] = set()
+    for turn in range(5):
+        churned = [model("red", f"{turn}-{number}", 2 * MIB, MODEL_LIMIT=1) for number in range(3)]
+        source.now = books(*churned, model("blue", "b", MIB), segments=(segment(9, "red", f"{turn}-0", "sealed"),))
+        series = scrape(made)
+        shown |= {dict(labels)["model"] for name, labels in series if "red" in dict(labels).get("tenant", "")}
+        assert values(series, "membroker_model_used_bytes", model="b", location="device") == [MIB]
+        assert sum(values(series, "membroker_model_used_bytes", tenant="red", location="device")) == 6 * MIB
+        assert sum(values(series, "membroker_segment_attachments", tenant="red")) == 1
+    assert shown == {"0-0", "0-1", "0-2", ""}, "and the segment of the first is the fourth name"
+    passed[0] = metrics.NAME_SECONDS
+    names = {dict(labels).get("model") for _, labels in scrape(made)}
+    assert "4-0" in names
 
 
 MODELS = books(model("acme", "a", 40 * MIB, limit=8 * MIB, segments=24 * MIB), model("acme", "b", MIB))
