@@ -3,7 +3,8 @@
 A connection to a sleeping program waits until it is awake, and one to a program that still starts until it listens.
 Bytes are forwarded untouched, so HTTP, streaming and WebSocket pass. One that ends without a byte, as a probe does,
 wakes nobody; one that ends while it waits is forgotten. No more are open than this process has descriptors for: others
-wait in the kernel's queue until some have ended. One whose client is silent after the program has closed is ended, and
+wait in the kernel's queue until some have ended. While one waits, the oldest that has carried no byte for FIRST_SECONDS
+ends, so clients that say nothing keep nobody out. One whose client is silent after the program has closed is ended, and
 so is one whose client has vanished, as a laptop that was shut: it would keep the program awake. What one side breaks
 off is broken off for the other side, too.
 
@@ -18,7 +19,8 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 from ..ext import start_thread
@@ -30,7 +32,8 @@ LOOK_SECONDS = 0.02
 CONNECT_SECONDS = 0.1
 """How long to wait until a program that does not listen yet is tried again."""
 FIRST_SECONDS = 1.0
-"""How long a connection may be silent before it wakes a program: in some protocols the server speaks first."""
+"""How long a connection may be silent before it wakes a program: in some protocols the server speaks first. It keeps
+its place for as long, however many others wait for one."""
 SILENT_SECONDS = 60.0
 """How long a client may be silent when the program has closed its side."""
 MOST_CONNECTIONS = 512
@@ -87,6 +90,8 @@ class Door:
         self._closing = asyncio.Event()
         self._awake = asyncio.Event()
         self._connecting = asyncio.Lock()
+        self._silent: dict[asyncio.Task[None], float] = {}
+        """The connections that have carried no byte, the oldest first, and when they came."""
         self._listens = False
         """Whether the last connection has reached the program: then the next ones need not wait for each other."""
 
@@ -122,22 +127,39 @@ class Door:
 
         def ended(task: asyncio.Task[None]) -> None:
             connections.discard(task)
+            self._silent.pop(task, None)
             places.release()
 
         while True:
-            if places.locked() and self._loop.time() >= say_at:
-                self._say(f"its {most} connections are all in use: other clients wait until one ends (see `ulimit -n`)")
-                say_at = self._loop.time() + FULL_SECONDS
-            await places.acquire()
             try:
                 client, _ = await self._loop.sock_accept(self._listener)
             except OSError:  # it has gone already, or there is no descriptor left
-                places.release()
                 await asyncio.sleep(CONNECT_SECONDS)
                 continue
+            with ExitStack() as undo:
+                undo.callback(client.close)
+                if places.locked() and self._loop.time() >= say_at:
+                    self._say(
+                        f"its {most} connections are all in use: other clients wait until one ends (see `ulimit -n`)"
+                    )
+                    say_at = self._loop.time() + FULL_SECONDS
+                await self._take_place(places)
+                undo.pop_all()
             task = self._loop.create_task(self._enter(guest, client))
+            self._silent[task] = self._loop.time()
             connections.add(task)
             task.add_done_callback(ended)
+
+    async def _take_place(self, places: asyncio.Semaphore) -> None:
+        """Wait for a place. While there is no other, the oldest silent connection ends."""
+        while True:
+            oldest, since = next(iter(self._silent.items()), (None, 0.0))
+            if oldest is not None and places.locked() and self._loop.time() - since >= FIRST_SECONDS:
+                del self._silent[oldest]
+                oldest.cancel()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(places.acquire(), LOOK_SECONDS)
+                return
 
     async def _enter(self, guest: Guest, client: socket.socket) -> None:
         """Serve one connection until it ends."""
@@ -152,8 +174,10 @@ class Door:
                 early = bytearray()
                 if self._awake.is_set() or await self._has_come(reader, early):
                     guest.connected(1)
+                    task = asyncio.current_task()
+                    assert task is not None
                     try:
-                        await self._forward(reader, writer, early)
+                        await self._forward(reader, writer, early, partial(self._silent.pop, task, None))
                     finally:
                         guest.connected(-1)
             writer.close()
@@ -172,10 +196,14 @@ class Door:
             return True
         return bool(early)
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, early: bytearray) -> None:
+    async def _forward(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, early: bytearray, heard: _Heard
+    ) -> None:
         program, side = self._loop.create_task(self._connect()), None
         try:
             while not program.done():  # so much is read, to see whether the client goes away
+                if early:
+                    heard()
                 if len(early) >= _CHUNK:  # no more is read, so its end is not either
                     await asyncio.wait([program], timeout=CONNECT_SECONDS)
                     if not program.done() and _has_gone(writer):
@@ -197,7 +225,7 @@ class Door:
                 program.result()[1].transport.abort()
         try:
             forth.write(early)
-            await _exchange((reader, writer), (back, forth))
+            await _exchange((reader, writer), (back, forth), heard)
         except OSError:
             _break_off(writer)
             _break_off(forth)
@@ -226,6 +254,8 @@ class Door:
 
 
 _Side = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+_Heard = Callable[[], object]
+"""Notes that a connection has carried a byte."""
 
 
 async def _opened(**where: Any) -> _Side:
@@ -236,10 +266,10 @@ async def _opened(**where: Any) -> _Side:
     return reader, writer
 
 
-async def _exchange(client: _Side, program: _Side) -> None:
+async def _exchange(client: _Side, program: _Side, heard: _Heard) -> None:
     """Copy in both directions. An error of one side ends both; the end of one direction lets the other one go on."""
-    there = asyncio.ensure_future(_copy(client[0], program[1]))
-    back = asyncio.ensure_future(_copy(program[0], client[1]))
+    there = asyncio.ensure_future(_copy(client[0], program[1], heard))
+    back = asyncio.ensure_future(_copy(program[0], client[1], heard))
     try:
         await asyncio.wait([there, back], return_when=asyncio.FIRST_COMPLETED)
         for direction in (there, back):
@@ -248,7 +278,7 @@ async def _exchange(client: _Side, program: _Side) -> None:
         if back.done() and not there.done():
             there.cancel()
             await asyncio.wait([there])
-            await _copy(client[0], program[1], SILENT_SECONDS)
+            await _copy(client[0], program[1], heard, SILENT_SECONDS)
         else:
             await back
     finally:
@@ -270,10 +300,13 @@ def _break_off(writer: asyncio.StreamWriter) -> None:
     writer.close()
 
 
-async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter, silent: float | None = None) -> None:
+async def _copy(
+    source: asyncio.StreamReader, target: asyncio.StreamWriter, heard: _Heard, silent: float | None = None
+) -> None:
     """Copy until the end; with `silent`, until nothing has come for so many seconds."""
     with suppress(TimeoutError):
         while data := await asyncio.wait_for(source.read(_CHUNK), silent):
+            heard()
             target.write(data)
             await target.drain()
     with suppress(OSError, RuntimeError):

@@ -119,6 +119,7 @@ def test_no_more_connections_are_open_than_there_are_descriptors_and_the_others_
 ) -> None:
     monkeypatch.setattr(door, "most_connections", lambda: 2)
     monkeypatch.setattr(door, "SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(door, "FIRST_SECONDS", NEVER)
     with opened() as bench:
         clients = [bench.connect() for _ in range(6)]
         for client in clients:
@@ -135,6 +136,33 @@ def test_no_more_connections_are_open_than_there_are_descriptors_and_the_others_
         assert answers == [b"!"] * 6
         assert [text.partition(" connections")[0] for text in bench.said] == ["its 2"], "once, however many wait"
         bench.is_left()
+
+
+def test_clients_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have all places, for as long as the program lets them. One that has carried a byte, either way, stays."""
+    monkeypatch.setattr(door, "most_connections", lambda: 4)
+    monkeypatch.setattr(door, "FIRST_SECONDS", NEVER)
+    with opened() as bench, ExitStack() as stack:
+
+        def connect() -> tuple[socket.socket, socket.socket]:
+            return stack.enter_context(bench.connect()), stack.enter_context(bench.accept())
+
+        asks, program = connect()
+        asks.sendall(b"?")
+        assert program.recv(1) == b"?"
+        hears, program = connect()
+        program.sendall(b"220 hello")
+        assert hears.recv(100) == b"220 hello"
+        silent = [connect()[0] for _ in range(2)]
+        monkeypatch.setattr(door, "FIRST_SECONDS", 0.0)
+        for one in silent:
+            client = stack.enter_context(bench.connect())
+            client.sendall(b"GET")
+            program = stack.enter_context(bench.accept())
+            assert program.recv(100) == b"GET"
+            with suppress(ConnectionResetError):
+                assert one.recv(1) == b""
+        assert not select.select([asks, hears], [], [], 0.0)[0], "it was ended, and was not silent"
 
 
 @pytest.mark.parametrize("answer", [0, 1 << 16], ids=["silent", "reads nothing"])
@@ -314,7 +342,7 @@ def test_a_client_that_reads_late_ends_in_order(monkeypatch: pytest.MonkeyPatch)
     faults: list[object] = []
     size = 1 << 24
 
-    async def forward(_: Door, reader: object, writer: asyncio.StreamWriter, early: object) -> None:
+    async def forward(_: Door, reader: object, writer: asyncio.StreamWriter, *rest: object) -> None:
         writer.write(bytes(size))
 
     monkeypatch.setattr(Door, "_forward", forward)
