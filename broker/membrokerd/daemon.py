@@ -303,10 +303,25 @@ class Daemon:
         if not metrics.enabled:
             return
         port = METRICS_PORT + self._plan.driver.device.index if metrics.port is None else metrics.port
+        states = {"/healthz": self._heartbeat.health, "/readyz": self._readiness}
+        page = CachedText(lambda: status_page.page(self.view(), self._metrics.waits_ended()).encode())
+
+        def listen(port: int) -> MetricsServer:
+            return MetricsServer(metrics.address, port, self._metrics.render, states, page.get)
+
         try:
-            states = {"/healthz": self._heartbeat.health, "/readyz": self._readiness}
-            page = CachedText(lambda: status_page.page(self.view(), self._metrics.waits_ended()).encode())
-            server = MetricsServer(metrics.address, port, self._metrics.render, states, page.get)
+            try:
+                server = listen(port)
+            except OSError as error:
+                # Any user can take the port of a daemon that has ended. Its workers wait for this one.
+                if error.errno != errno.EADDRINUSE or not self._loop.broker.ledger.sessions:
+                    raise
+                server = listen(0)
+                logs.warn(
+                    "another process has the port of the metrics: they are at another port until the next start",
+                    port=port,
+                    metrics=server.server_port,
+                )
         except OSError as error:
             other = "port with --metrics-port (0 for a free one)"
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):

@@ -19,10 +19,11 @@ from typing import Any
 import grpc
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, DEFAULTS, Daemon, running, to_toml, until
-from tests.support.sizes import MIB
+from tests.support.sizes import MIB, PAGE
 from tests.support.template import run as run_python
 from tests.support.workers import ANCHOR_BYTES, Worker, as_user, worker, workers
 
+import membroker
 from membroker.v1 import admin_pb2_grpc, broker_pb2
 
 NOBODY = 65_534
@@ -213,7 +214,7 @@ def test_ctrl_c_is_quiet_while_it_waits_for_its_keeper(tmp_path: Path) -> None:
 def test_where_it_cannot_serve_is_told_with_what_to_change(tmp_path: Path) -> None:
     """Two exporters want one port; 192.0.2.1 belongs to no machine; a keeper's directory is one that others enter, too.
 
-    The daemon does not run without its metrics, or without its keeper.
+    The first daemon does not run without its metrics, or without its keeper.
     """
     path = tmp_path / "membrokerd.toml"
     with socket.create_server(("127.0.0.1", 0)) as other, tempfile.TemporaryDirectory(prefix="mb-") as runtime:
@@ -241,6 +242,21 @@ def test_where_it_cannot_serve_is_told_with_what_to_change(tmp_path: Path) -> No
             assert what in said
             assert advice in said
             assert ("--metrics-port" in said) == (advice == "--metrics-port")
+
+
+def test_who_takes_the_port_of_a_dead_daemon_does_not_stop_the_next(daemon: Daemon) -> None:
+    """Any user can, between two daemons. The workers go on, and the metrics are at another port, as the log says."""
+    with membroker.connect(daemon.endpoint()) as client, client.model("m").allocate(PAGE) as buffer:
+        daemon.kill()
+        with socket.create_server(("127.0.0.1", 0)) as squatter:
+            port = squatter.getsockname()[1]
+            daemon.config = {**daemon.config, "metrics": {"port": port}}
+            daemon.start_again()
+            buffer.close()
+            client.model("m").allocate(PAGE).close()
+            assert f"127.0.0.1:{port}/" not in daemon.device().metrics_url
+            assert "membroker_build_info" in daemon.metrics()
+        assert f" port={port} " in daemon.log()
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
