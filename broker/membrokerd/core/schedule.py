@@ -388,7 +388,7 @@ class Schedule:
         these keep were firm.
         """
         keepers = self._books.recallable.keepers(location)
-        if keepers:
+        if keepers and any(name not in keepers for name in self._books.recallable.models(location)):
             others = self.divide(location, beside=demand.beside, less=less, keepers=keepers)
             short = self._ask(location, short, now, demand, others, keepers)
         self._ask(location, short, now, demand, shares)

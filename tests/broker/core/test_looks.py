@@ -237,6 +237,24 @@ def test_a_recall_looks_once_at_each_model() -> None:
     assert calls["Recallable.asked_of_model"] <= 512 + 64, calls.most_common(10)
 
 
+def test_where_all_keep_what_they_have_no_shares_without_them_are_worked_out() -> None:
+    """16 tenants are late for recalls, and nobody else has anything that can be recalled: nobody would be asked."""
+    crowd = core.Core(256, max_sessions=512)
+    lent = [crowd.allocate(*crowd.open(f"t{number % 16}", f"m{number}", answers=True)) for number in range(256)]
+    assert all(lent)
+    session, name = crowd.open("red", "m")
+    recallable = crowd.broker.books.recallable
+    for size in range(2, 40):
+        refused(crowd, session, name, size * GRANULE)
+        crowd.now += 10**10
+        crowd.step(ev.Elapsed())
+    assert recallable.models("device")
+    assert len(recallable.keepers("device")) == 256
+    calls = refused(crowd, session, name, GRANULE)
+    assert calls["Schedule._ask_for"] == 1, "nothing was recalled"
+    assert calls["Shares._model"] <= 16, calls.most_common(10)
+
+
 def bytecodes_of(work: Callable[[], Any]) -> int:
     """Return how many bytecodes of Python some work takes: also loops that call nothing count."""
     count = 0
