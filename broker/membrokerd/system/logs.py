@@ -37,26 +37,37 @@ Fields = Mapping[str, Any]
 BURST_LINES, LINES_A_SECOND = 5_000, 100
 """Bounds of INFO lines about lifecycles: a thousand workers may connect at once, but no worker may fill the log by
 connecting again and again."""
+KEPT_LINES, LINES_OF_TENANT = 1_000, 100
+"""Lines that a tenant leaves to the others, and how many it may have of those. They come again as fast as a tenth of
+all: what one tenant does over and over does not hide what happens to another."""
 
 
 class Allowance:
-    """How many lines may be written now. `now` is in seconds."""
+    """How many lines may be written now, of each tenant. `now` is in seconds."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._at = now()
         self._lines = float(BURST_LINES)
+        self._tenants: dict[str, tuple[float, float]] = {}
+        """By tenant: its lines of those that are kept, and when it was counted."""
         self.unsaid = 0
         """How many were refused since the last one that was allowed."""
 
-    def take(self) -> bool:
-        """Return whether one more line may be written."""
+    def take(self, tenant: str) -> bool:
+        """Return whether one more line about a tenant may be written."""
         now = self._now()
         self._lines = min(BURST_LINES, self._lines + (now - self._at) * LINES_A_SECOND)
         self._at = now
-        if self._lines < 1:
-            self.unsaid += 1
-            return False
+        if self._lines < KEPT_LINES + 1:
+            lines, at = self._tenants.get(tenant, (float(LINES_OF_TENANT), now))
+            lines = min(LINES_OF_TENANT, lines + (now - at) * LINES_A_SECOND / 10)
+            if self._lines < 1 or lines < 1:
+                self.unsaid += 1
+                return False
+            if len(self._tenants) >= KEPT_LINES:
+                self._tenants.clear()
+            self._tenants[tenant] = lines - 1, now
         self._lines -= 1
         return True
 
@@ -180,7 +191,7 @@ def log_recall(recalled: fx.Recalled) -> None:
     """Log the end of a recall: at WARNING if it is late or brought nothing, as far as the allowance goes."""
     is_late = recalled.result == "late"
     is_trouble = is_late or not recalled.returned
-    if is_trouble and not _allowance.take():
+    if is_trouble and not _allowance.take(recalled.name.tenant):
         return
     fields: dict[str, Any] = {
         "session": session_name(recalled.session),
@@ -211,7 +222,7 @@ def know_pod(session: int, pod: Pod) -> None:
 def log_pod(session: int) -> None:
     """Log the pod of a session, as far as the allowance goes."""
     life = _lives.get(session)
-    if life is not None and _allowance.take():
+    if life is not None and _allowance.take(life.tenant):
         fields = {"session": session_name(session), "tenant": life.tenant, "pid": life.pid}
         log("a session is of a pod", **fields, **life.pod.fields())
 
@@ -233,7 +244,7 @@ def log_fact(fact: ft.Fact) -> None:
     if not _LOGGER.isEnabledFor(level):
         return
     if not _LOGGER.isEnabledFor(logging.DEBUG):
-        if not _allowance.take():
+        if not _allowance.take(_tenant_of(fact, life)):
             return
         if _allowance.unsaid:
             unsaid, _allowance.unsaid = _allowance.unsaid, 0
@@ -244,6 +255,15 @@ def log_fact(fact: ft.Fact) -> None:
         fields |= {"seconds": round((fact.at - life.at) / 1e9, 1)}
         fields |= life.pod.fields()
     _emit(level, _event_of(type(fact)), fields)
+
+
+def _tenant_of(fact: ft.Fact, life: _Life | None) -> str:
+    """Return the tenant that a fact is about; "" if it is about none."""
+    life = life or _lives.get(getattr(fact, "session", 0))
+    name = getattr(fact, "name", None)
+    if isinstance(name, ModelName):
+        return name.tenant
+    return life.tenant if life is not None else ""
 
 
 def _emit(level: int, event: str, fields: Fields) -> None:

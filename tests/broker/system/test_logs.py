@@ -169,22 +169,34 @@ def test_a_session_ends_in_one_plain_line(capture: Capture) -> None:
 
 
 def test_nobody_fills_the_log_by_coming_and_going(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of sessions a second: some are logged, the others counted. At DEBUG all are logged."""
+    """Thousands of sessions a second: some are logged, the others counted, and those of another tenant logged still.
+
+    At DEBUG all are logged.
+    """
     seconds = 0.0
     monkeypatch.setattr(logs, "_allowance", logs.Allowance(lambda: seconds))
     out = capture("json", "info")
-    for number in range(logs.BURST_LINES + 2_000):
+    most = logs.BURST_LINES - logs.KEPT_LINES + logs.LINES_OF_TENANT
+    for number in range(most + 2_000):
         logs.log_fact(FACTS[0])
         _wait_for_the_writer(number)
-    assert len(out.getvalue().splitlines()) == logs.BURST_LINES
+    assert len(out.getvalue().splitlines()) == most
+    out = capture("json", "info")
+    for number in range(2 * logs.LINES_OF_TENANT):
+        other = ft.SessionBegan(1_000 + number, "other", 1, 1, "pid:1", False, "", 0)
+        logs.log_fact(other)
+    told, *others = map(json.loads, out.getvalue().splitlines())
+    assert (told["level"], told["lines"]) == ("warning", 2_000)
+    assert {line["tenant"] for line in others} == {"other"}, "one tenant hides what happens to another"
+    assert len(others) == logs.LINES_OF_TENANT
     seconds = 0.5
     out = capture("json", "info")
     for _ in range(1_000):
         logs.log_fact(FACTS[0])
     told, *others = map(json.loads, out.getvalue().splitlines())
-    assert (told["level"], told["lines"]) == ("warning", 2_000)
+    assert (told["level"], told["lines"]) == ("warning", logs.LINES_OF_TENANT)
     assert {line["event"] for line in others} == {"session began"}
-    assert len(others) == logs.LINES_A_SECOND // 2
+    assert len(others) == logs.LINES_A_SECOND // 20
     out = capture("json", "debug")
     logs.log_fact(FACTS[0])
     assert len(out.getvalue().splitlines()) == 1
@@ -227,10 +239,11 @@ def test_late_recalls_do_not_fill_the_log(capture: Capture, monkeypatch: pytest.
     """Hundreds of sessions that never answer, over and over."""
     monkeypatch.setattr(logs, "_allowance", logs.Allowance(lambda: 0.0))
     out = capture("json", "warning")
-    for number in range(logs.BURST_LINES + 1_000):
+    most = logs.BURST_LINES - logs.KEPT_LINES + logs.LINES_OF_TENANT
+    for number in range(most + 1_000):
         logs.log_recall(fx.Recalled(26, NAME, "device", 6 << 20, 0, 1_000_000_000, "late"))
         _wait_for_the_writer(number)
-    assert len(out.getvalue().splitlines()) == logs.BURST_LINES
+    assert len(out.getvalue().splitlines()) == most
 
 
 def test_json_has_the_data_in_fields(capture: Capture) -> None:
