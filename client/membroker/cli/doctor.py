@@ -42,6 +42,7 @@ LONG_ENDPOINT = "gpu-12345678/tenants/" + "n" * 24 + "/handoff.sock"
 """A tenant's name may be longer, and its path then has room in a shorter directory."""
 SHORTEST_ENDPOINT = "gpu-12345678/tenants/default/handoff.sock"
 SO_PEERPIDFD = 77
+SO_PASSRIGHTS = 83
 MPS_CONTROL = Path("/tmp/nvidia-mps/control")
 """Where NVIDIA's MPS listens if no variable says so."""
 BROKER_PACKAGES = {
@@ -103,6 +104,7 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> Iterat
         ("python", lambda: check_python(sys.version_info[:3])),
         ("system calls", check_system_calls),
         ("peers", check_peers),
+        ("passed files", check_passed_files),
         ("users", check_users),
         ("processes", check_process_identity),
         ("descriptors", lambda: check_descriptors(descriptor_limit())),
@@ -190,6 +192,22 @@ def check_peers() -> Check:
                 "Linux 6.5 has it; before it the broker knows peers by pid and start time, in its own pid namespace",
             )
     return Check("peers", "ok", f"kernel {platform.release()} has SO_PEERPIDFD")
+
+
+def check_passed_files() -> Check:
+    """With SO_PASSRIGHTS (Linux 6.16) nobody can pass the broker a file whose close hangs."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
+        except OSError:
+            return Check(
+                "passed files",
+                "warn",
+                f"kernel {platform.release()} has no SO_PASSRIGHTS",
+                "Linux 6.16 has it; before it, a program that may connect and mounts a FUSE file system can keep the "
+                "broker from ending, and its endpoint from accepting",
+            )
+    return Check("passed files", "ok", f"kernel {platform.release()} has SO_PASSRIGHTS")
 
 
 def check_users() -> Check:

@@ -29,7 +29,7 @@ def test_this_machine_passes_and_nothing_is_left_behind() -> None:
         until(lambda: descriptors() <= before)
         assert os.listdir(directory) == []
     assert {name for name, check in checks.items() if check.status == "fail"} == set()
-    assert len(checks) == 18
+    assert len(checks) == 19
     assert all(check.found and (check.status == "ok") == (not check.advice) for check in checks.values())
 
 
@@ -99,10 +99,14 @@ def test_users_that_are_not_mapped_are_a_warning() -> None:
 
 def test_an_older_kernel_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many fleets run 5.14: the broker falls back, and the doctor says on what."""
-    monkeypatch.setattr(doctor, "SO_PEERPIDFD", 9_999)
-    check = doctor.check_peers()
-    assert check.status == "warn"
-    assert "Linux 6.5" in check.advice
+    for option, look, advice in (
+        ("SO_PEERPIDFD", doctor.check_peers, "Linux 6.5"),
+        ("SO_PASSRIGHTS", doctor.check_passed_files, "Linux 6.16"),
+    ):
+        monkeypatch.setattr(doctor, option, 9_999)
+        check = look()
+        assert check.status == "warn"
+        assert advice in check.advice
 
 
 def test_no_gpu_is_no_fault_and_an_unusable_one_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +181,7 @@ def test_what_cannot_be_looked_at_is_a_failure_not_a_crash(monkeypatch: pytest.M
         ("host driver", "OverflowError"),
     ):
         assert (checks[name].status, said in checks[name].found) == ("fail", True)
-    assert len(checks) == 18
+    assert len(checks) == 19
 
 
 def test_a_check_is_printed_before_the_next_one_is_made(

@@ -386,7 +386,7 @@ def test_the_doctors_other_checks_do_not_need_the_gpus_memory(run: Run, tmp_path
     checks = """
         from membroker.cli import doctor
         checks = {check.name: check for check in doctor.examine(None, {})}
-        assert len(checks) == 18
+        assert len(checks) == 19
         gpu = checks["gpu"]
         assert gpu.status == "warn" and gpu.advice, gpu
         print(gpu.found)
