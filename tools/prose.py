@@ -1,7 +1,8 @@
 """Check the English of the files listed under `tool.prose` in pyproject.toml: `python -m tools.prose [FILE ...]`.
 
 In Python files it checks comments and strings, since `is None` is fine in code; in other files, every line.
-Each banned pattern has the advice that is printed with it. Spelling is left to codespell.
+Each banned pattern has the advice that is printed with it. Lines of pages have at most 120 characters, but for tables,
+code, generated pages and the results. Spelling is left to codespell.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ BANNED = {
     r"for ever": "forever, or indefinitely",
     r"no (?:wall|sense)": "say what it is",
 }
+LONGEST = 120
+GENERATED = "Written from the "
+"""What a page says that `make` writes."""
 _PATTERNS = [(re.compile(rf"\b(?:{banned})\b", re.IGNORECASE), advice) for banned, advice in BANNED.items()]
 
 
@@ -64,6 +68,19 @@ def complaints(path: Path) -> Iterator[str]:
         for pattern, advice in _PATTERNS:
             for match in pattern.finditer(line):
                 yield f"{name}:{number}: '{match[0]}': {advice}"
+    for number in long_lines(path) if path.suffix == ".md" and path.name != "RESULTS.md" else ():
+        yield f"{name}:{number}: longer than {LONGEST} characters: wrap it"
+
+
+def long_lines(page: Path) -> Iterator[int]:
+    """Yield the numbers of the lines that are too long."""
+    is_code, lines = False, page.read_text().splitlines()
+    if any(line.startswith(GENERATED) for line in lines):
+        return
+    for number, line in enumerate(lines, 1):
+        is_code ^= line.lstrip().startswith("```")
+        if len(line) > LONGEST and not is_code and not line.startswith("|"):
+            yield number
 
 
 def main(arguments: list[str]) -> int:

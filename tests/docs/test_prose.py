@@ -28,6 +28,14 @@ def test_a_banned_word_is_found_with_its_line(tmp_path: Path) -> None:
     assert "GPU" in done.stdout
 
 
+def test_a_long_line_of_a_page_is_found(tmp_path: Path) -> None:
+    """Not of a table, and not of code."""
+    page, long = tmp_path / "page.md", "x" * 121
+    page.write_text(f"{long[1:]}\n{long}\n| {long} |\n```\n{long}\n```\n- {long}\n")
+    numbers = [line.removeprefix(f"{page}:").partition(":")[0] for line in check(page).stdout.splitlines()]
+    assert numbers == ["2", "7"]
+
+
 def test_of_a_program_only_the_text_is_checked(tmp_path: Path) -> None:
     """`is None` and a variable called `card` are code; a docstring, a comment and an f-string are text."""
     program = tmp_path / "program.py"
