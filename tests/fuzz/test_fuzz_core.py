@@ -162,7 +162,7 @@ class Bench:
                 errors.to_status(answer.result)
             elif not isinstance(answer.result, fx.Registered | fx.Done):
                 convert.from_result(answer.result)
-        waits = len(self.unanswered) > waiting and self.broker.deadline is not None
+        waits = len(self.unanswered) > waiting and (self.broker.deadline is not None or self.asked)
         assert answers or step.effects or step.facts or waits, "a request was swallowed"
 
     def end(self) -> None:
