@@ -23,7 +23,8 @@ from membrokerd.core.machine import Broker
 from membrokerd.core.names import ModelName
 
 SEEDS = [seed for seed in range(21_000, 21_020) if hosts_guests(seed)]
-DEEP = [pytest.param(seed, 4_000, marks=pytest.mark.deep) for seed in SEEDS[:3]]
+DEEP = [pytest.param(seed, 4_000, marks=pytest.mark.deep) for seed in (*SEEDS[:2], *SEEDS[3:5])]
+"""In the third world no guest is asked."""
 
 
 @pytest.mark.parametrize(("seed", "steps"), [(SEEDS[0], 800), *DEEP])
