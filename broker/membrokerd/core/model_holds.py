@@ -143,7 +143,7 @@ class ModelHolds:
                 self._holds[name, location] = hold._replace(size=hold.size - max(0, hold.lent - lent), lent=lent)
 
     def kept(self, location: Location, shares: Mapping[ModelName, int]) -> Counter[ModelName]:
-        """Return what the hold of each model keeps from requests of others that are beyond their shares."""
+        """Return the bytes that the hold of each model keeps from requests of others that are beyond their shares."""
         lent = self._books.admission.lent
         found = {
             name: min(hold.size, shares.get(name, 0)) - lent(name, at)

@@ -168,7 +168,7 @@ class Recalls:
         return self._state.coming(location) > 0 or not self.room
 
     def not_asked(self, name: ModelName, location: Location) -> int:
-        """Return what a model is charged and not asked for."""
+        """Return the bytes that a model is charged and not asked for."""
         return self._books.admission.lent(name, location) - self._state.asked_of_model(name, location)
 
     def _say(self, borrower: Borrower, recall: PendingRecall, size: int, within: int) -> None:
