@@ -104,10 +104,13 @@ def test_a_whole_file_is_read(tmp_path: Path) -> None:
     assert found.tenants["other"] == config.TenantConfig()
 
 
-@pytest.mark.parametrize(("device", "number"), [("host", 0), ("host-1", 1), ("host-12", 12), ("1", 1), (2, 2)])
-def test_a_device_of_the_host_driver_is_a_number(device: Any, number: int) -> None:
-    """Its UUID, as `membroker status` shows it, or its number, as a GPU's."""
-    assert load(None, {"device": device, "driver": "host"}, env={}, uid=0).device == number
+@pytest.mark.parametrize("prefix", ["", "GPU-", "MIG-"])
+def test_a_device_may_be_named_by_its_uuid(prefix: str) -> None:
+    """As `nvidia-smi -L` writes it, or without its first letters; one of the host driver has a number for each."""
+    uuid = f"{prefix}66616b65-2D63-7564-612d-636172642d30"
+    assert load(None, {"device": uuid}, env={}, uid=0).device == uuid
+    for device, number in (("host", 0), ("host-12", 12), ("1", 1), (2, 2)):
+        assert load(None, {"device": device, "driver": "host"}, env={}, uid=0).device == number
 
 
 def test_the_command_line_wins_and_is_named_when_it_is_wrong(tmp_path: Path) -> None:
@@ -122,102 +125,50 @@ def test_the_command_line_wins_and_is_named_when_it_is_wrong(tmp_path: Path) -> 
     ("text", "problem"),
     [
         ('driver = "cdua"', "driver: should be 'auto', 'host' or 'cuda', not 'cdua'"),
-        ("driver = []", "driver: should be 'auto', 'host' or 'cuda', not []"),
         ("device = -1", "device: write a GPU's number from 0 or its UUID"),
         ('device = "-1"', "device: write a GPU's number from 0 or its UUID"),
-        ('device = "first"', "device: write a GPU's number from 0 or its UUID"),
-        ("device = true", "device: write a GPU's number from 0 or its UUID"),
         ("capacity = 1.5", "capacity: a size is an int of bytes or text"),
-        ("capacity = true", "capacity: a size is an int of bytes or text"),
         ('capacity = "8 gigs"', "capacity: cannot read '8 gigs' as a size"),
         ("capacity = -2097152", "capacity: a size must be between 0 and 2^63-1"),
-        ("capacity = 9223372036854775808", "capacity: a size must be between 0 and 2^63-1"),
         ("capacity = 0", "capacity: 0 bytes are nothing to lend"),
         ('capacity = "5MB"', "capacity: '5MB' is not a multiple of 2MiB; the nearest that fits is \"4MiB\""),
         ("capacity = 1", 'the nearest that fits is "2MiB"; a number alone is bytes: write a unit, such as "8GiB"'),
-        ('capacity = "8"', "a number alone is bytes"),
-        ('host_capacity = "3MiB"', "host_capacity: '3MiB' is not a multiple of 2MiB"),
         ('default_limit = "2GiB"\ncapacity = "1GiB"', 'default_limit: "2GiB" is more than capacity, "1GiB"'),
         ('default_host_limit = "2MiB"', 'default_host_limit: "2MiB" is more than host_capacity, 0'),
-        (
-            'default_limit = "8MiB"\n[tenants.a.models.m]\nlimit = "16MiB"',
-            'tenants.a.models.m.limit: "16MiB" is more than default_limit, "8MiB"',
-        ),
         ("device = 10000", "device: write a GPU's number from 0 or its UUID"),
         ('device = "host-0"', "device: write a GPU's number from 0 or its UUID"),
+        ('keeper_socket = "/k\\u0000"', "keeper_socket: a path has no NUL in it"),
         ('keeper_socket = "/run/{gpu}/s"', "keeper_socket: only {device} and {index} may stand in braces"),
-        ('keeper_socket = "/run/{device/s"', "keeper_socket: only {device} and {index} may stand in braces"),
         ("settle_seconds = 86401", "settle_seconds: should be less than or equal to 86400, not 86401"),
-        ("settle_seconds = true", "settle_seconds: should be a valid number, not True"),
-        ("settle_seconds = -1", "settle_seconds: should be greater than or equal to 0, not -1"),
         ("settle_seconds = nan", "settle_seconds: should be a finite number, not nan"),
-        ("audit_seconds = inf", "audit_seconds: should be a finite number, not inf"),
         ("audit_seconds = 0", "audit_seconds: should be greater than or equal to 0.01, not 0"),
         ('model_grace_seconds = "60"', "model_grace_seconds: should be a valid number, not '60'"),
-        ("guarantee_wait_seconds = 86401", "guarantee_wait_seconds: should be less than or equal to 86400, not 86401"),
-        ("guarantee_wait_seconds = -1", "guarantee_wait_seconds: should be greater than or equal to 0, not -1"),
-        ("guarantee_waits = 1", "guarantee_waits: is not a known key; did you mean 'guarantee_wait_seconds'?"),
-        ("recall_seconds = 0", "recall_seconds: should be greater than or equal to 0.01, not 0"),
-        ("recall_seconds = 86401", "recall_seconds: should be less than or equal to 86400, not 86401"),
-        ("recall_seconds = nan", "recall_seconds: should be a finite number, not nan"),
-        ("recall_second = 1", "recall_second: is not a known key; did you mean 'recall_seconds'?"),
         ('[tenants.a]\nlend_unused = "no"', "tenants.a.lend_unused: should be true or false, not 'no'"),
-        ("[tenants.a]\nlend_unused = 0", "tenants.a.lend_unused: should be true or false, not 0"),
-        ("[tenants.a]\nlend_unsed = false", "tenants.a.lend_unsed: is not a known key; did you mean 'lend_unused'?"),
-        ("[tenants.a.models.m]\nlend_unused = true", "tenants.a.models.m.lend_unused: is not a known key"),
         ("lend_unused = true", "lend_unused: is not a known key"),
-        ("idle_sleep_seconds = -1", "idle_sleep_seconds: should be greater than or equal to 0, not -1"),
         ('idle_sleep = "at-once"', "idle_sleep: should be 'when-wanted' or 'always', not 'at-once'"),
-        ("[tenants.a]\nidle_sleep_seconds = true", "tenants.a.idle_sleep_seconds: should be a valid number, not True"),
         ('[tenants.a]\nidle_sleep = "always"', "tenants.a.idle_sleep: is not a known key"),
-        (
-            "[tenants.a.models.m]\nidle_sleep_seconds = 86401",
-            "tenants.a.models.m.idle_sleep_seconds: should be less than or equal to 86400, not 86401",
-        ),
         ("[tenants.a]\nweight = 1001", "tenants.a.weight: should be less than or equal to 1000, not 1001"),
-        ("[tenants.a]\nhost_weight = -1", "tenants.a.host_weight: should be greater than or equal to 0, not -1"),
         ("[tenants.a.models.m]\nweight = true", "tenants.a.models.m.weight: should be a valid integer, not True"),
-        ('[tenants.a]\nweight = "2"', "tenants.a.weight: should be a valid integer, not '2'"),
-        ("[tenants.a]\nweightt = 2", "tenants.a.weightt: is not a known key; did you mean 'weight'?"),
         ("max_sessions = 0", "max_sessions: should be greater than or equal to 1, not 0"),
         ("max_models_per_tenant = 2.0", "max_models_per_tenant: should be a valid integer, not 2.0"),
-        ('stock = "a lot"', "stock: cannot read 'a lot' as a size"),
-        ("stock = -1", "stock: a size must be between 0 and 2^63-1"),
-        ("stock = 0.5", "stock: a size is an int of bytes or text"),
-        ("stock_extents = -1", "stock_extents: should be greater than or equal to 0, not -1"),
         ("stock_extents = 4097", "stock_extents: should be less than or equal to 4096, not 4097"),
-        ('stock_extents = "64"', "stock_extents: should be a valid integer, not '64'"),
-        ("stocks = 1", "stocks: is not a known key; did you mean 'stock'?"),
         ('runtime_directory = "run"', "runtime_directory: write an absolute path"),
         ("metrics = 1", "metrics: is a table: write [metrics]"),
         ("metrics.port = 65536", "metrics.port: should be less than or equal to 65535, not 65536"),
-        ('metrics.enabled = "yes"', "metrics.enabled: should be true or false, not 'yes'"),
         ('metrics.address = ""', "metrics.address: should have at least 1 character"),
-        ('log.level = "loud"', "log.level: should be 'debug', 'info', 'warning' or 'error', not 'loud'"),
         ("[metrics]\nprot = 1", "metrics.prot: is not a known key; did you mean 'port'?"),
-        ("capcity = 1", "capcity: is not a known key; did you mean 'capacity'?"),
         ("[tenant.acme]", "tenant: is not a known key; did you mean 'tenants'?"),
         ("zzz = 1", "zzz: is not a known key; known are audit_seconds, capacity,"),
         ("tenants = 1", "tenants: is a table of tables: write [tenants.NAME]"),
         ("tenants.acme = 1", "tenants.acme: is a table: write [tenants.acme]"),
         ("[tenants.Acme]", "tenants.Acme: a tenant's name is [a-z0-9] and then at most 62 of [a-z0-9-]"),
         ('[tenants."../up"]', 'tenants."../up": a tenant\'s name is [a-z0-9] and then at most 62 of [a-z0-9-]'),
-        ('[tenants."a\\nb"]', "a tenant's name is [a-z0-9] and then at most 62 of [a-z0-9-]"),
-        ("[tenants.-]", "tenants.-: a tenant's name is [a-z0-9] and then at most 62 of [a-z0-9-]"),
-        ("[tenants.-a]", "tenants.-a: a tenant's name is [a-z0-9] and then at most 62 of [a-z0-9-]"),
-        ("[tenants." + "a" * 64 + "]", "a tenant's name is [a-z0-9] and then at most 62 of [a-z0-9-]"),
         ("[tenants.a]\nuids = [1, true]", "tenants.a.uids: write a list of user ids"),
-        ("[tenants.a]\nuids = 1", "tenants.a.uids: write a list of user ids"),
         ('[tenants.a]\nowner = "nobody-at-all"', "tenants.a.owner: this machine has no user 'nobody-at-all'"),
         ('[tenants.a]\ngroup = "nobody-at-all"', "tenants.a.group: this machine has no group 'nobody-at-all'"),
         ("[tenants.a]\nmode = 660", "tenants.a.mode: write the mode as octal text"),
-        ('[tenants.a]\nmode = "0999"', "tenants.a.mode: write the mode as octal text"),
         ('[tenants.a.models."a/b/c"]', 'tenants.a.models."a/b/c": a model\'s name is letters, digits and ._-'),
-        ("[tenants.a.models.m]\nlimt = 1", "tenants.a.models.m.limt: is not a known key"),
-        ("[tenants.a]\nmodels = 1", "tenants.a.models: is a table of tables"),
         ('"[key]" = 1', '"[key]": is not a known key'),
-        ('[tenants."[key]"]', 'tenants."[key]": a tenant\'s name is'),
-        ('[metrics]\n"[key]" = 1', 'metrics."[key]": is not a known key'),
         (f"max_sessions = 0x{'f' * 5_000}", "max_sessions: should be less than or equal to 100000"),
     ],
 )
@@ -235,11 +186,7 @@ def test_a_mistake_is_named_with_what_to_write(tmp_path: Path, text: str, proble
             'capacity = "4GiB"\n[tenants.a]\nlimit = "1GiB"\n[tenants.a.models.m]\nlimit = "2GiB"',
             'tenants.a.models.m.limit: "2GiB" is more than tenants.a.limit, "1GiB"',
         ),
-        (
-            'capacity = "1GiB"\n[tenants.a.models.m]\nlimit = "2GiB"',
-            'tenants.a.models.m.limit: "2GiB" is more than capacity, "1GiB"',
-        ),
-        ("[tenants.a]\nhost_limit = 4096", 'tenants.a.host_limit: "4KiB" is more than host_capacity, 0'),
+        ('default_limit = "8MiB"\n[tenants.a.models.m]\nlimit = "16MiB"', "tenants.a.models.m.limit: "),
         (
             'host_capacity = "2MiB"\n[tenants.a.models.m]\nhost_limit = 3000000',
             'tenants.a.models.m.host_limit: 3000000 (2.9 MiB) is more than host_capacity, "2MiB"',
@@ -249,20 +196,12 @@ def test_a_mistake_is_named_with_what_to_write(tmp_path: Path, text: str, proble
             'gate_reserve: "2GiB" is more than headroom, "1GiB"; write at most that',
         ),
         (
-            'capacity = "1GiB"\nhost_driver_total = "1GiB"\nheadroom = "512MiB"',
-            'capacity: "1GiB" is more than host_driver_total less headroom and anchor, "510MiB"',
-        ),
-        (
             'capacity = "512MiB"\nhost_driver_total = "1GiB"\nheadroom = "512MiB"',
             'capacity: "512MiB" is more than host_driver_total less headroom and anchor, "510MiB"',
         ),
         (
             'capacity = "8MiB"\nhost_driver_total = "64MiB"\nheadroom = "128MiB"',
             'headroom: "128MiB" is more than host_driver_total less anchor and one granule, "60MiB"',
-        ),
-        (
-            'driver = "host"\ngate_reserve = "64MiB"',
-            'gate_reserve: "64MiB" is more than headroom, 0; write at most that',
         ),
     ],
 )
@@ -298,12 +237,6 @@ def test_a_bad_bound_is_not_blamed_on_what_it_bounds(tmp_path: Path) -> None:
     assert found.startswith("host_capacity")
 
 
-def test_what_is_not_toml_is_shown_with_its_line(tmp_path: Path) -> None:
-    (found,) = problems(tmp_path, "driver = 'host'\ncapacity = = 3\n")
-    assert found.startswith("is not TOML")
-    assert "line 2" in found
-
-
 @pytest.mark.parametrize(
     ("line", "meant"),
     [
@@ -312,18 +245,15 @@ def test_what_is_not_toml_is_shown_with_its_line(tmp_path: Path) -> None:
         ("driver = host", '; write driver = "host"'),
         ("record = True", "; write record = true"),
         ("device = 1", ""),  # a second time
-        ("[tenants.red", ""),
         ("capacity = = 3", ""),
         ("capacity =", ""),
-        ('driver = "host', ""),
-        ("capacity", ""),
     ],
 )
-def test_what_is_not_toml_because_quotes_are_missing_is_shown_as_it_was_meant(
-    tmp_path: Path, line: str, meant: str
-) -> None:
+def test_what_is_not_toml_is_shown_with_its_line_and_as_it_was_meant(tmp_path: Path, line: str, meant: str) -> None:
+    """Quotes are missing, or it is Python."""
     (found,) = problems(tmp_path, f"device = 0\n{line}\nstock_extents = 3\n")
     assert found.startswith("is not TOML")
+    assert "line 2" in found
     assert found.partition(")")[2] == meant
 
 
@@ -344,18 +274,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     binary.write_bytes(b"driver = '\xff'")
     with pytest.raises(ConfigError, match=r"binary\.toml.* UTF-8"):
         load(binary, {})
-
-
-@pytest.mark.parametrize("prefix", ["", "GPU-", "MIG-"])
-def test_a_card_may_be_named_by_its_uuid(tmp_path: Path, prefix: str) -> None:
-    """As `nvidia-smi -L` writes it, or without its first letters."""
-    uuid = f"{prefix}66616b65-2D63-7564-612d-636172642d30"
-    assert load(write(tmp_path, f'device = "{uuid}"'), {}).device == uuid
-
-
-def test_owner_may_be_a_name_or_an_id(tmp_path: Path) -> None:
-    found = load(write(tmp_path, f"[tenants.a]\nowner = {os.geteuid()}\ngroup = 'root'\n"), {})
-    assert (found.tenants["a"].owner, found.tenants["a"].group) == (os.geteuid(), 0)
 
 
 @pytest.mark.parametrize("key", ["uids = [1000]", "owner = 1000", "group = 1000", 'owner = "root"'])
