@@ -40,7 +40,7 @@ class World:
         self.guests.said(session, SleepAnswer(model=model, status=status), 7 * SECOND)
 
 
-def test_what_a_guest_says_is_shown_as_of_now() -> None:
+def test_what_a_guest_says_is_shown_as_of_now_and_forgotten_with_the_connection() -> None:
     world = World(1)
     (session,) = world.connections
     world.say(session, SleepStatus.ASLEEP, asleep_ms=5_000, cause=SleepStatus.RECALL, needed_bytes=9, detail="why")
@@ -51,12 +51,6 @@ def test_what_a_guest_says_is_shown_as_of_now() -> None:
     world.say(session, SleepStatus.AWAKE)
     assert world.guests.counted() == (1, 0)
     assert world.guests.of_model(ModelName("t", "other"), 0) == []
-
-
-def test_it_is_forgotten_with_the_connection() -> None:
-    world = World(1)
-    (session,) = world.connections
-    world.say(session, SleepStatus.ASLEEP)
     world.connections[session] = cast("Any", object())
     assert world.guests.of_model(NAME, 0) == []
     assert world.guests.counted() == (0, 0)

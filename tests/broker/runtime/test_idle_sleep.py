@@ -71,12 +71,8 @@ def test_a_model_goes_before_its_tenant_and_that_before_the_daemon() -> None:
     assert rules.any
     nothing = rules_of(Config())
     assert (nothing.any, nothing.always, nothing.seconds(CHAT)) == (False, False, 0.0)
-
-
-def test_nobody_is_asked_unless_it_is_configured() -> None:
-    world = Engines(IdleRules(), CHAT)
-    assert world.look() == []
-    assert world.idle_sleep.of_model(CHAT) is None
+    assert Engines(nothing, CHAT).look() == [], "nobody is asked"
+    assert Engines(IdleRules(5.0, always=True), CHAT, SEARCH).look() == [5.0, 5.0], "everybody is let at once"
 
 
 def test_once_a_second_and_no_second_question_before_an_answer() -> None:
@@ -130,11 +126,6 @@ def test_a_liar_keeps_no_other_engine_awake() -> None:
         world.say(1, idle_ms=6_000)
         let.append(world.look())
     assert let == [[5.0, 0.0], [0.0, 5.0]] * 2
-
-
-def test_at_once_everybody_is_let() -> None:
-    world = Engines(IdleRules(5.0, always=True), CHAT, SEARCH)
-    assert world.look() == [5.0, 5.0]
 
 
 def test_what_it_says_of_its_sleep_is_bounded() -> None:

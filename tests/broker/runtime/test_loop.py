@@ -260,36 +260,29 @@ def test_a_timer_that_comes_early_is_set_again(monkeypatch: pytest.MonkeyPatch) 
     play(story)
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @played_by(play, audit_seconds=3600)
-async def test_grants_do_not_nest_in_grants(world: World) -> None:
-    """A packet that is made at once is told to the core inside the step that granted it, which grants nothing more."""
-    holder, waiters = await world.open(), [await world.open() for _ in range(32)]
-    await world.allocate(holder, 32)
-    waits = [world.allocate(one, wait=DEADLINE_SECONDS) for one in waiters]
-    given_back = asyncio.ensure_future(world.give_back(holder))
-    await asyncio.sleep(0)
-    assert world.charged() == 16 * 2 * MIB, "they have had their turn in one step"
-    await given_back
-    for one in waits:
-        assert (await one).count == 1
-    for session in waiters:
-        await world.give_back(session)
+async def test_grants_and_failures_do_not_nest(world: World, monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> None:
+    """A packet that is made at once is told to the core inside the step that granted it, which grants nothing more.
 
-
-@played_by(play, audit_seconds=3600)
-async def test_failures_do_not_nest_in_failures(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A packet that fails at once makes room for the next that waits, whose packet fails as well."""
-    holder, waiters = await world.open(), [await world.open() for _ in range(32)]
-    await world.allocate(holder, 32)
-    waits = [world.allocate(one, 8, size=8 * MIB, wait=DEADLINE_SECONDS) for one in waiters]
+    One that fails at once makes room for the next that waits, whose packet fails as well.
+    """
 
     def fail(*_: object, **__: object) -> list[int]:
         raise OSError("the driver has a defect")
 
-    monkeypatch.setattr(world.driver, "lend", fail)
+    holder, waiters = await world.open(), [await world.open() for _ in range(32)]
+    await world.allocate(holder, 32)
+    count, size = 1, 2 * MIB
+    if fails:
+        count, size = 8, 8 * MIB
+        monkeypatch.setattr(world.driver, "lend", fail)
+    waits = [world.allocate(one, count, size=size, wait=DEADLINE_SECONDS) for one in waiters]
     given_back = asyncio.ensure_future(world.give_back(holder))
     await asyncio.sleep(0)
-    assert sum(one.done() for one in waits) == 16, "they have failed in one step"
+    assert sum(one.done() for one in waits) == 16, "they have had their turn in one step"
     await given_back
     for one in waits:
-        assert isinstance(await one, Denied)
+        assert isinstance(await one, Denied) == fails
+    for session in waiters:
+        await world.give_back(session)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 
 import pytest
@@ -12,7 +11,6 @@ from tests.support.loop_world import World, play, stock
 from tests.support.processes import descriptors
 from tests.support.sizes import MIB
 
-from membrokerd.core import events as ev
 from membrokerd.core.denied import Reason
 from membrokerd.runtime import loop as loop_module
 
@@ -101,31 +99,6 @@ async def test_a_stop_closes_what_is_ready_and_what_comes_to_it_late(world: Worl
     assert stock(world) == world.loop.packets.stocked == 0
     await world.look()
     await world.give_back(session)
-
-
-def test_what_is_forgotten_after_a_stop_is_no_fault(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last look comes in behind the stop, ten seconds after anybody asked: what it lets go of is closed by then."""
-    ahead = 0
-    true = loop_module.clock
-    monkeypatch.setattr(loop_module, "clock", lambda: true() + ahead)
-
-    async def story(world: World) -> None:
-        nonlocal ahead
-        session = await world.open()
-        await world.allocate(session)
-        await filled(world, 2)
-        await world.loop.stop(DEADLINE_SECONDS)
-        ahead = 11_000_000_000
-        world.loop.tell(ev.Audit({"device": 2 * MIB}))
-        assert stock(world) == world.loop.packets.stocked == 0
-        await world.give_back(session)
-
-    monkeypatch.setattr(logging.getLogger("membrokerd"), "propagate", True)
-    with caplog.at_level(logging.ERROR, logger="membrokerd"):
-        play(story, stock=2)
-    assert "a fault of the broker" not in caplog.text
 
 
 def test_what_nobody_asks_for_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,37 +16,23 @@ from membrokerd.runtime import sleeping
 ASLEEP = SleepStatus(state=SleepStatus.ASLEEP)
 
 
-class AskedSession:
+class Peer:
     """A connection that answers what it is asked, or not."""
 
-    def __init__(self, answer: Callable[[int], None]) -> None:
+    def __init__(self, answer: Callable[[SleepAnswer], None]) -> None:
         self._answer = answer
 
     def notify(self, frame: Frame) -> None:
-        asyncio.get_running_loop().call_soon(self._answer, frame.notice.sleep.sleep_id)
+        answer = SleepAnswer(sleep_id=frame.notice.sleep.sleep_id, status=ASLEEP)
+        asyncio.get_running_loop().call_soon(self._answer, answer)
 
 
-def ask(answering: dict[int, bool]) -> dict[int, SleepStatus]:
-    """Ask these sessions, of which some answer, and one that has no connection."""
+@pytest.mark.parametrize("silent", [False, True])
+def test_what_has_been_answered_within_its_time_is_told(monkeypatch: pytest.MonkeyPatch, *, silent: bool) -> None:
+    """Nobody is waited for when all have answered, and one that has no connection never."""
+    monkeypatch.setattr(sleeping, "ANSWER_SECONDS", 0.05 if silent else 3600.0)
     connections: dict[int, Any] = {}
     questions = sleeping.Sleeping(connections)
-    for session, answers in answering.items():
-
-        def answer(number: int, session: int = session, answers: bool = answers) -> None:
-            if answers:
-                questions.answered(session, SleepAnswer(sleep_id=number, status=ASLEEP))
-
-        connections[session] = AskedSession(answer)
-    return asyncio.run(questions.ask([*answering, 99], Sleep()))
-
-
-def test_nobody_is_waited_for_when_all_have_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sleeping, "ANSWER_SECONDS", 3600.0)
-    assert ask({1: True, 2: True}) == {1: ASLEEP, 2: ASLEEP}
-    assert ask({}) == {}
-
-
-def test_one_that_is_silent_costs_no_more_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the others have answered by then is told."""
-    monkeypatch.setattr(sleeping, "ANSWER_SECONDS", 0.05)
-    assert ask({1: False, 2: True}) == {2: ASLEEP}
+    connections[1] = Peer(functools.partial(questions.answered, 1))
+    connections[2] = Peer((lambda _: None) if silent else functools.partial(questions.answered, 2))
+    assert asyncio.run(questions.ask([1, 2, 99], Sleep())) == ({1: ASLEEP} if silent else {1: ASLEEP, 2: ASLEEP})
