@@ -139,23 +139,16 @@ def test_a_packet_is_made_in_order_and_nothing_is_kept(driver: Failing) -> None:
     assert descriptors() == before
 
 
-def test_the_gate_refuses_before_anything_is_created(driver: Failing) -> None:
+def test_the_gate_lets_through_what_fits_and_refuses_before_anything_is_created(driver: Failing) -> None:
     """The books allow it and another program fills the GPU: DEVICE_FULL with the numbers, and not one create."""
-    driver.stranger_bytes = TOTAL - 4 * PAGE
-    driver.fail("create", 1, AssertionError("the gate stands before every create"))
-    (failure,) = run(driver, makes(packet(3)), reserve=2 * PAGE)
-    assert failure.reason is Reason.DEVICE_FULL
-    assert failure.numbers["requested_bytes"] == 3 * PAGE
-    assert failure.numbers["device_free_bytes"] == 4 * PAGE
-    assert failure.numbers["available_bytes"] == 2 * PAGE
-    assert failure.numbers["reserve_bytes"] == 2 * PAGE
-
-
-def test_the_gate_lets_exactly_what_fits_through(driver: Failing) -> None:
     driver.stranger_bytes = TOTAL - 4 * PAGE
     (made,) = run(driver, makes(packet(2)), reserve=2 * PAGE)
     close_all(made)
-    assert len(made) == 2
+    driver.fail("create", 1, AssertionError("the gate stands before every create"))
+    (failure,) = run(driver, makes(packet(3)), reserve=2 * PAGE)
+    assert failure.reason is Reason.DEVICE_FULL
+    numbers = ("requested_bytes", "device_free_bytes", "available_bytes", "reserve_bytes")
+    assert [failure.numbers[number] for number in numbers] == [3 * PAGE, 4 * PAGE, 2 * PAGE, 2 * PAGE]
 
 
 @pytest.fixture
@@ -199,14 +192,11 @@ def test_the_gate_believes_a_fresh_figure_while_there_is_plenty(driver: Failing,
     assert seen == [1] * (room // 4) + [2, 2, 2]  # read again, and then it shows that all of it is free
 
 
-def test_the_gate_reads_the_device_where_little_is_left(driver: Failing, ample: list[float]) -> None:
-    driver.stranger_bytes = TOTAL // 2
-    assert readings(driver, packet(1), packet(1), packet(1), now=ample) == [1, 2, 3]
-
-
-def test_the_gate_believes_no_old_figure(driver: Failing, ample: list[float]) -> None:
+def test_the_gate_believes_no_old_figure_and_none_where_little_is_left(driver: Failing, ample: list[float]) -> None:
     wait = executor_module.GATE_SECONDS
     assert readings(driver, packet(1), wait / 2, packet(1), wait, packet(1), packet(1), now=ample) == [1, 1, 2, 2]
+    driver.stranger_bytes = TOTAL // 2
+    assert readings(driver, packet(1), packet(1), packet(1), now=ample) == [1, 2, 3]
 
 
 def test_a_stranger_who_was_not_seen_is_told_with_todays_numbers(driver: Failing, ample: list[float]) -> None:
@@ -398,22 +388,6 @@ def test_what_takes_long_is_made_on_the_thread(driver: Failing, by_the_clock: Ca
     wheres = [where for _, where in driver.lent]
     assert wheres[:3] == [ON_LOOP, ON_THREAD, ON_THREAD], "nobody knew before the first"
     assert wheres[-1] == ON_LOOP, "it never learned that it was quick again"
-
-
-def test_few_extents_wait_for_what_was_asked_before(driver: Failing) -> None:
-    """The thread is at a large packet: a small one behind it is made after it, and told after it, on the thread."""
-    begun, go_on = hold(driver)
-
-    def small(executor: Executor, done: Callable[[Any], None]) -> None:
-        assert begun.wait(DEADLINE_SECONDS)
-        executor.make(packet(1), done)
-        driver.before_lend = lambda: None
-        go_on.set()
-
-    large, one = run(driver, makes(packet(7)), small)
-    assert (len(large), len(one)) == (7, 1)
-    close_all(large + one)
-    assert driver.lent == [(7, ON_THREAD), (1, ON_THREAD)]
 
 
 def hold(driver: Failing) -> tuple[threading.Event, threading.Event]:
@@ -648,35 +622,18 @@ def test_only_a_segments_extents_can_be_sealed(driver: Failing) -> None:
 
 
 def test_a_seal_is_of_every_extent_and_closes_nothing(driver: Failing) -> None:
-    """A process that maps it from now on cannot write; sealing it again changes nothing."""
+    """One fails in the middle, and the next does the rest: a process that maps it from now on cannot write."""
     (made,) = run(driver, makes(packet(3, segment=9)))
-    assert run(driver, seals(made), seals(made), seals([])) == [None, None, None]
+    driver.fail("seal", 2, ValueError("a bug of the driver's own"))
+    failed, *done = run(driver, seals(made), seals(made), seals(made), seals([]))
+    assert failed.reason is Reason.INTERNAL
+    assert done == [None, None, None]
     for descriptor in made:
         with pytest.raises(PermissionError):
             mmap.mmap(descriptor, PAGE)
         mmap.mmap(descriptor, PAGE, prot=mmap.PROT_READ).close()
     close_all(made)
     assert driver.memory(Location.DEVICE).used == 0
-
-
-@pytest.mark.parametrize(
-    ("why", "failure"),
-    [
-        (Reason.DRIVER_FAILED, DriverError("fcntl", "EIO", errno.EIO)),
-        (Reason.INTERNAL, ValueError("a bug of the driver's own")),
-    ],
-    ids=str,
-)
-def test_a_seal_that_fails_in_the_middle_can_be_done_again(driver: Failing, why: Reason, failure: Exception) -> None:
-    """Some extents are sealed by then; the thread lives, and the next seal does the rest."""
-    (made,) = run(driver, makes(packet(3, segment=9)))
-    driver.fail("seal", 2, failure)
-    failed, done = run(driver, seals(made), seals(made))
-    assert isinstance(failed, Denied)
-    assert failed.reason is why
-    assert done is None
-    assert all(fcntl.fcntl(one, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL for one in made)
-    close_all(made)
 
 
 def test_what_is_closed_is_gone_before_the_next_look(driver: Failing) -> None:
