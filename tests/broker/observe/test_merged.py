@@ -81,7 +81,6 @@ def scrape(**ports: int) -> list[bytes]:
         pytest.param(b"HTTP/1.0 200 OK\r\n\r\n" + GOOD, id="how much is not said"),
         pytest.param(b"\x00\xff garbage\r\n", id="no HTTP"),
         pytest.param(b"HTTP/1.0 503 no\r\nContent-Length: 3\r\n\r\nno\n", id="an error"),
-        pytest.param(b"", id="nothing"),
     ],
 )
 def test_a_daemon_that_fails_to_answer_is_left_out(stack: ExitStack, good: int, said: bytes) -> None:
@@ -106,21 +105,6 @@ def test_an_answer_that_never_ends_is_cut(
     monkeypatch.setattr(merged, "FETCH_SECONDS", 0.5)
     endless = serve(stack, begin, ends=False)
     assert b'membroker_daemon_up{gpu_uuid="b"} 0' in scrape(a=good, b=endless)
-
-
-def test_browsers_share_a_page(stack: ExitStack) -> None:
-    asked = []
-
-    def page() -> bytes:
-        asked.append("once")
-        return b"<body>x</body>"
-
-    server = MetricsServer("127.0.0.1", 0, lambda: GOOD, {}, page)
-    server.start()
-    stack.callback(server.close)
-    one = Merged(lambda: {"a": server.server_port}, dict)
-    assert one.page() == one.page()
-    assert asked == ["once"]
 
 
 def test_a_page_of_daemons_that_are_all_away_loads_again() -> None:

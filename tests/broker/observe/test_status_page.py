@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
 from dataclasses import replace
 
-import pytest
 from tests.support.calls import calls_of
 from tests.support.pages import Page
 from tests.support.sizes import MIB
@@ -18,7 +15,7 @@ from membrokerd.core.snapshot import TenantLocationView, TenantView
 from membrokerd.observe import catalog
 from membrokerd.observe.history import SAMPLES, Sample
 from membrokerd.observe.metrics import PodView
-from membrokerd.observe.pictures import COLOURS, OTHERS, chart, refusals, round_ticks, waits
+from membrokerd.observe.pictures import chart, refusals, waits
 from membrokerd.observe.status_page import MOST_MODELS, page
 
 HOSTILE = '"><script>alert(1)</script>&lt;'
@@ -48,13 +45,6 @@ def test_pods_are_named_those_that_use_the_most_first() -> None:
     assert "Pods" not in page(replace(FULL, pods=()), {})
 
 
-def test_the_title_says_where_it_is() -> None:
-    """An operator has a tab for each machine, and all of them were called `membroker: NVIDIA H200`."""
-    shown = page(replace(FULL, host="node-<7>"), {})
-    assert "<title>node-&lt;7&gt;, GPU 0: membroker</title>" in shown
-    assert "<h1>node-&lt;7&gt;, GPU 0: a GPU</h1>" in shown
-
-
 def test_what_is_wrong_stands_at_the_top() -> None:
     wrong = dict.fromkeys((catalog.DRAINING, catalog.JOURNAL_FULL, catalog.DEVICE_LOST, catalog.DRIVER_FALLBACK), 1)
     text = Page(page(replace(FULL, figures={**FULL.figures, **wrong}), {})).text
@@ -69,45 +59,6 @@ def test_what_is_wrong_stands_at_the_top() -> None:
     ):
         assert sentence in text
     assert "drains" not in Page(page(FULL, {})).text
-
-
-def test_no_two_things_have_one_colour() -> None:
-    """A tenant's green and the green line of its guarantee looked the same, and the ninth tenant as the first."""
-    tenants = tuple(
-        TenantView(f"t{number}", (TenantLocationView("device", MIB, 3 * MIB, MIB, 1, 0),), 1, 1, {})
-        for number in range(10)
-    )
-    view = books(*(model(f"t{number}", "m", MIB) for number in range(10)), tenants=tenants)
-    sample = Sample(0.0, {f"t{number}": MIB for number in range(10)}, MIB, 256 * MIB, MIB, 7, MIB, 0)
-    text = page(replace(view, history=(sample, sample._replace(at=2.0, refusals=1))), {})
-    key = dict(re.findall(r'<li><i style="background:([^"]+)"></i>([^<]+)</li>', text))
-    assert len(key) == text.count("<li><i"), "one colour twice"
-    assert [key[colour] for colour in COLOURS] == [f"t{number} 1.0 MiB" for number in range(8)]
-    assert key[OTHERS] == "other tenants 2.0 MiB"
-    drawn = set(re.findall(r'<(?:rect|polygon) [^>]*fill="(#\w{6}|var[^"]+)"', text))
-    drawn |= set(re.findall(r' stroke="(#\w+|var[^"]+)"', text))
-    assert drawn <= set(key), "the key says what each is"
-    light, dark = (dict(re.findall(r"--(\w+): (#\w+)", one)) for one in text.split("prefers-color-scheme: dark")[:2])
-    for theme in (light, dark):
-        shown = [theme[colour[6:-1]] if colour.startswith("var") else colour for colour in key]
-        seen = [bytes.fromhex(colour[1:]) for colour in (*shown, theme["paper"])]
-        assert min(math.dist(one, other) for one, other in itertools.combinations(seen, 2)) > 40
-
-
-@pytest.mark.parametrize(
-    ("scale", "base", "ticks"),
-    [
-        (141 << 30, 2, [tick << 30 for tick in (0, 32, 64, 96, 128)]),
-        (8 << 30, 2, [tick << 30 for tick in (0, 2, 4, 6, 8)]),
-        (3, 2, [0, 1, 2, 3]),
-        (1, 10, [0, 1]),
-        (17, 10, [0, 5, 10, 15]),
-        (1040, 10, [0, 200, 400, 600, 800, 1000]),
-    ],
-)
-def test_a_scale_has_round_numbers(scale: int, base: int, ticks: list[int]) -> None:
-    """An axis of a GPU of 141 GiB said 35.2, 70.5 and 105.8."""
-    assert round_ticks(scale, base) == ticks
 
 
 def test_each_chart_says_its_scale() -> None:
