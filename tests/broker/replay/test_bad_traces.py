@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS
-from tests.support.journals import write as write_journal
 from tests.support.recorded import recorded
 
 import membrokerd.replay.__main__ as replay_process
@@ -50,7 +49,7 @@ def replay(path: Path, **asked: Any) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_files_that_are_no_trace(tmp_path: Path) -> None:
+def test_files_that_are_no_trace(tmp_path: Path, lines: list[str]) -> None:
     """What an operator may name by mistake."""
     path = tmp_path / "file"
     of_requests = (
@@ -58,13 +57,10 @@ def test_files_that_are_no_trace(tmp_path: Path) -> None:
     )
     for data, sentence in (
         (b"", "is empty: nothing was recorded yet"),
-        (b"\0" * 5_000, "is empty"),
         (b"capacity = '8GiB'\n" * 2, "is not a trace"),
         (os.urandom(100_000), "is not a trace"),
-        (b'{"membroker trace":1}\n', "is not a trace"),
-        (b"[1,[]]\n[1,[]]\n", "is not a trace"),
+        (lines[0].replace('"membroker trace":2', '"membroker trace":1').encode(), "has the format 1"),
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2024-02-03 04:05:06,1,1\n", of_requests),
-        (b"\nTimestamp,Model,Request tokens,Response tokens\n1,GPT-4,1,1\n", of_requests),
         (b'{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [0]}\n' * 2, of_requests),
     ):
         path.write_bytes(data)
@@ -73,15 +69,6 @@ def test_files_that_are_no_trace(tmp_path: Path) -> None:
     for place, sentence in (("missing", "No such file"), (".", "it is a directory and must be a regular file")):
         status, told = replay(tmp_path / place)
         assert (status, sentence in told) == (1, True), told
-
-
-def test_other_versions_are_named(tmp_path: Path, lines: list[str]) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(lines[0].replace('"membroker trace":2', '"membroker trace":1'))
-    assert replay(path)[1] == (
-        f"membroker: {path} has the format 1, and this version reads 2: "
-        "give a trace that membrokerd has written (record = true), or a journal\n"
-    )
 
 
 def test_a_trace_that_is_cut_is_replayed_up_to_there(tmp_path: Path, lines: list[str]) -> None:
@@ -93,7 +80,6 @@ def test_a_trace_that_is_cut_is_replayed_up_to_there(tmp_path: Path, lines: list
 
 DAMAGED = (
     "garbage",
-    "[1",
     "[1,[2]]",
     '[-1,["books told",true]]',
     '[1,["nonsense",1]]',
@@ -133,24 +119,11 @@ def test_a_hostile_trace_is_bounded(tmp_path: Path, lines: list[str]) -> None:
         (lines[0] + "x" * (65 << 20), "longer than"),
         (big + session, "more than a replay holds"),
         (_head(lines, granularity=0), "is not a trace"),
-        (_head(lines, segment_extent_bytes=1), "is not a trace"),
-        (_head(lines, max_sessions="many"), "is not a trace"),
         (_head(lines, capacities={"moon": 5}), "is not a trace"),
     ):
         path.write_text(text)
         status, told = replay(path)
         assert (status, sentence in told) == (1, True), told
-
-
-def test_a_loan_of_everything_is_bounded_by_the_capacity(tmp_path: Path, lines: list[str]) -> None:
-    """A trace says that 2^22 extents were lent at once, time and again. The core lends what the capacity holds."""
-    rows = [_head(lines, granularity=2 << 20, capacities={"device": 1 << 41}, settle_ns=0)]
-    rows += ['[0,["session",1,"acme",0,0,"",false,"",0,"",""]]\n[0,["model",["acme","m"],null,{}]]\n']
-    rows += ['[0,["model joined",["acme","m"],1]]\n']
-    rows += [f'[0,["lent",1,["acme","m"],"device",2097152,{1 + (number << 22)},4194304]]\n' for number in range(3)]
-    path = tmp_path / "trace.jsonl"
-    path.write_text("".join(rows))
-    assert replay(path) == (0, "")
 
 
 def _never_answered(lines: list[str], recall_ns: int, microseconds: int) -> str:
@@ -202,26 +175,3 @@ def test_a_recall_that_is_repeated_forever_is_one_sentence(
     assert status == 1
     assert "more than 1,000 deadlines" in told
     assert told.count("\n") == 1
-
-
-def test_a_refusal_that_no_daemon_knows_is_one_sentence(tmp_path: Path, lines: list[str]) -> None:
-    """A packet could not be made, and the reason of the answer is not one of the core's."""
-    rows = [_head(lines, granularity=2 << 20, capacities={"device": 1 << 30})]
-    rows += ['[0,["session",1,"acme",0,0,"",false,"",0,"",""]]\n[0,["model",["acme","m"],null,{}]]\n']
-    rows += ['[0,["model joined",["acme","m"],1]]\n[0,["books told",true]]\n']
-    rows += ['[1,["asked",5,1,5,["acme","m"],"device",2097152,1,null,false,0]]\n']
-    rows += ['[1,["lent",1,["acme","m"],"device",2097152,9,1]]\n[1,["credited",1,[[9,1]],"not made"]]\n']
-    rows += ['[1,["answered",5,"nonsense","",0]]\n']
-    path = tmp_path / "trace.jsonl"
-    path.write_text("".join(rows))
-    status, told = replay(path)
-    assert (status, "contradicts itself" in told) == (1, True), told
-
-
-def test_a_damaged_journal(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    write_journal(path)
-    data = path.read_bytes()
-    path.write_bytes(data.replace(b"membroker journal", b"membroker journey"))
-    status, told = replay(path, capacity=1 << 30)
-    assert (status, "is not a trace" in told) == (1, True), told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,6 @@ from tests.support.sizes import MIB
 
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
-from membrokerd.core.names import QuotaKey
 from membrokerd.replay.changes import MAX_EXTENTS, Changes, Unplayable
 
 RULES = policy.Rules(
@@ -18,32 +16,11 @@ RULES = policy.Rules(
     capacities={"device": 64 * MIB},
     limits={("red", None, "device"): 32 * MIB},
     guarantees={("red", "m", "device"): 8 * MIB},
-    stock_extents=64,
-    stock_bytes=MIB,
 )
 
 
 def changed(**numbers: int | None) -> Changes:
     return Changes(quotas={("red", None): numbers})
-
-
-@pytest.mark.parametrize(
-    ("changes", "limits"),
-    [
-        (Changes(), {("red", None, "device"): 32 * MIB}),
-        (changed(limit=16 * MIB), {("red", None, "device"): 16 * MIB}),
-        (changed(limit=None), {}),
-        (changed(weight=2), {("red", None, "device"): 32 * MIB}),
-    ],
-)
-def test_a_number_takes_the_place_of_the_configured_one(changes: Changes, limits: Mapping[QuotaKey, int]) -> None:
-    assert changes.rules(RULES).limits == limits
-
-
-def test_the_stock_and_the_bounds_of_processes_are_left_out() -> None:
-    """They have no part in what a replay asks."""
-    rules = Changes().rules(RULES)
-    assert (rules.stock_extents, rules.stock_bytes, rules.max_sessions_per_tenant) == (0, 0, None)
 
 
 def test_a_number_takes_the_place_of_a_commanded_one() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.calls import calls_of
 from tests.support.sizes import GIB, MIB
 
 from membrokerd.core import events as ev
@@ -29,19 +28,6 @@ def replayer_of(rows: list[tuple[int, trace.Row]]) -> Replayer:
 
 def quota(number: int, guarantee: int = 2 * MIB) -> ft.QuotaSet:
     return ft.QuotaSet("red", f"m{number}", "device", None, guarantee, None)
-
-
-def calls_with(count: int) -> int:
-    """Return how many functions of Python run to replay so many rows, which a daemon's restart writes at one time."""
-    replayer = replayer_of([(5, quota(number)) for number in range(count)])
-    calls = calls_of(lambda: replayer.run(lambda _: None))
-    assert len(replayer.broker.ledger.quotas) == count
-    return calls.total()
-
-
-def test_ten_times_as_many_quotas_take_ten_times_as_many_steps() -> None:
-    few = calls_with(40)
-    assert calls_with(400) <= 11 * few
 
 
 def test_a_quota_is_in_force_before_what_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,19 +108,6 @@ def test_two_files_are_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(kept) == 4
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody made a directory where a full file goes. The log names it, and requests go on."""
-    said: list[dict[str, Any]] = []
-    monkeypatch.setattr(recorder.logs, "warn", lambda _, **fields: said.append(fields))
-    monkeypatch.setattr(recorder, "FLUSH_SECONDS", 0.001)
-    (tmp_path / "trace-old.jsonl").mkdir()
-    core = Core(tmp_path, max_bytes=1_000)
-    until(lambda: core.release(core.borrow()) or said)
-    assert said == [{"path": str(tmp_path / "trace-old.jsonl"), "error": "Is a directory"}]
-    core.borrow()
-    core.recorder.close()
-
-
 def test_a_file_that_is_removed_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator makes room, or tidies up the whole directory. The rest of the day is recorded all the same."""
     monkeypatch.setattr(recorder, "FLUSH_SECONDS", 0.001)
@@ -178,27 +165,6 @@ def test_reloads_are_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert all(part.begin.rules == core.broker.books.rules for part in read(path))
 
 
-def test_requests_that_wait_are_written_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand sessions wait for memory when a part begins. No turn of the event loop makes all their rows."""
-    core = Core(tmp_path)
-    core.borrow(count=32)
-    for _ in range(10):
-        core.borrow(wait_ns=10**9)
-    makers, replace = [], recorder.replace
-
-    def noted(row: Any, **changes: Any) -> Any:
-        makers.append(threading.current_thread())
-        return replace(row, **changes)
-
-    monkeypatch.setattr(recorder, "replace", noted)
-    core.recorder.begin("the rules have changed")
-    core.recorder.close()
-    assert len(makers) >= 10
-    assert threading.current_thread() not in makers
-    last = read(tmp_path / "trace.jsonl")[-1]
-    assert sum(isinstance(row, ev.Allocate) for _, row in last.rows) == 10
-
-
 def test_rows_that_are_lost_begin_a_new_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk was too slow for a moment. What follows is replayed from the books of then, and nothing is guessed."""
     core = Core(tmp_path)
@@ -229,36 +195,6 @@ def test_a_part_says_which_sessions_answer_recalls(tmp_path: Path) -> None:
     said = [row for _, row in last.rows if isinstance(row, trace.AnswersRecalls)]
     assert said == [trace.AnswersRecalls(core.session, answering, answers=True)]
     replayed(tmp_path / "trace.jsonl")
-
-
-def test_guests_have_what_is_left_of_their_slices(tmp_path: Path) -> None:
-    """A trace begins again while a guest has the GPU. Its slice of a minute is over when it was, not a minute later."""
-    core = Core(tmp_path)
-    (answer,) = core.tell(lambda call: ev.OpenSession(call, "acme", 4712, 1000, observer=False, **SECRETS))
-    one, two = core.session, answer.result.session
-    for session in (one, two):
-        core.tell(lambda call, who=session: ev.RegisterModel(call, who, call, NAME, None, {}, False, answers=True))
-
-    def declare(session: int, size: int) -> None:
-        guest = {"recallable": True, "wait_ns": 600 * 10**9}
-        core.tell(lambda call: ev.Declare(call, session, call, NAME, "device", size, **guest))
-
-    declare(one, 48 * MIB)
-    core.now += 50 * 10**9
-    core.tell(lambda _: ev.ConnectionLost(one))
-    core.recorder.begin("the rules have changed")
-    core.tell(lambda call: ev.ResumeSession(call, one, SECRETS["process"]))
-    held = {"answering": frozenset([NAME]), "guests": frozenset([(NAME, "device")])}
-    core.tell(lambda call: ev.StateHolds(call, one, frozenset(), {}, {(NAME, "device"): 48 * MIB}, **held))
-    declare(two, 48 * MIB)
-    core.now = core.broker.deadline + 10**6  # a timer is late
-    (recall,) = core.tell(lambda _: ev.Elapsed())
-    declare(one, 0)
-    core.tell(lambda _: ev.AnswerRecall(one, recall.recall, recall.size))
-    core.recorder.close()
-    happened, again = (tally.rows[NAME, "device"] for tally in replayed(tmp_path / "trace.jsonl"))
-    assert (happened.recalls, happened.recalled_bytes, happened.granted) == (1, 48 * MIB, 2)
-    assert again.as_json() == {**happened.as_json(), "waited_ms": 9_999, "waited_p99_ms": 9_999}
 
 
 def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
