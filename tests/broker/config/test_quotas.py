@@ -112,8 +112,8 @@ def test_a_file_that_is_wrong_is_refused_whole(path: Path, case: str) -> None:
     assert "put it right, or remove the file" in str(caught.value)
 
 
-def test_what_is_no_file_is_named(path: Path) -> None:
-    """Nobody ever writes to a FIFO: an ordinary open would hang the start of the daemon."""
+def test_a_fifo_is_not_waited_for(path: Path) -> None:
+    """Nobody ever writes to it: an ordinary open would hang the start of the daemon. A directory is named, too."""
     path.mkdir(parents=True)
     with pytest.raises(DirectoryError, match=r"quotas.toml: .*directory"):
         read(path)
