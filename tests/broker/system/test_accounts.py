@@ -27,10 +27,7 @@ def test_a_range_counts_as_its_owner(tmp_path: Path) -> None:
     assert {found.owner_of(uid) for uid in (1001, 165_536, 231_071)} == {1001}
     for uid in (0, 99_999, 231_072, 899_999, 900_010, 65_534):
         assert found.owner_of(uid) == uid
-
-
-def test_a_range_whose_owner_is_elsewhere_is_one_account(tmp_path: Path) -> None:
-    """A user of a directory service: asking it could take seconds, and the event loop waits for nobody."""
+    # Owners of a directory service: asking it could take seconds, and the event loop waits for nobody.
     found = accounts(tmp_path, "5000:100000:10\ncarol:200000:10\ncarol:300000:10\n")
     assert found.owner_of(100_009) == 5000
     assert {found.owner_of(uid) for uid in (200_000, 200_009, 300_000, 300_009)} == {200_000}
@@ -59,16 +56,8 @@ def test_files_that_are_wrong_or_missing_change_nothing(tmp_path: Path) -> None:
 
 def test_an_account_is_one_tenant(tmp_path: Path) -> None:
     """The tenant that is charged: the account where each user is one, and the endpoint's own where it has one."""
-    nothing: Any = None
-    default = HandoffEndpoint(
-        "default", None, nothing, nothing, nothing, nothing, nothing, nothing, accounts=accounts(tmp_path)
-    )
-    assert [default.tenant_of(uid) for uid in (1000, 100_500, 1001)] == [
-        "uid-1000",
-        "uid-1000",
-        "uid-1001",
-    ]
-    red = HandoffEndpoint(
-        "red", "red", nothing, nothing, nothing, nothing, nothing, nothing, accounts=accounts(tmp_path)
-    )
+    unused: list[Any] = [None] * 6
+    default = HandoffEndpoint("default", None, *unused, accounts=accounts(tmp_path))
+    assert [default.tenant_of(uid) for uid in (1000, 100_500, 1001)] == ["uid-1000", "uid-1000", "uid-1001"]
+    red = HandoffEndpoint("red", "red", *unused, accounts=accounts(tmp_path))
     assert red.tenant_of(100_500) == "red"

@@ -43,13 +43,10 @@ def alive() -> Iterator[int]:
     "path",
     [
         f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SLICE}.slice/cri-containerd-{CONTAINER}.scope",
-        f"/kubepods.slice/kubepods-pod{SLICE}.slice/crio-{CONTAINER}.scope",
         f"/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-besteffort.slice/kubelet-kubepods-besteffort-pod{SLICE}.slice",
         f"/kubepods/burstable/pod{UID}/{CONTAINER}",
-        f"/kubepods/pod{UID}",
         f"/kubelet/kubepods/besteffort/pod{UID}/{CONTAINER}",
         f"/../../kubepods-besteffort-pod{SLICE}.slice/cri-containerd-{CONTAINER}.scope",
-        f"/../../../kubepods-burstable.slice/kubepods-burstable-pod{SLICE}.slice/x",
         f"/../../pod{UID}/{CONTAINER}",
         # A container has made a cgroup with another pod's name below its own.
         f"/kubepods/pod{UID}/{CONTAINER}/kubepods/pod{OTHER}",
@@ -62,15 +59,13 @@ def test_a_kubelets_cgroup(proc: Path, alive: int, path: str) -> None:
 
 
 def test_the_hierarchies_of_version_1_must_agree(proc: Path, alive: int) -> None:
+    """A static pod has a hash instead of a uid."""
     ours, file = f"/kubepods/burstable/pod{UID}/x", proc / "7" / "cgroup"
     file.write_text(f"12:cpu,cpuacct:{ours}\n3:memory:{ours}\n1:name=systemd:/system.slice/a:b\n0::/\n")
     assert process.pod_of(7, alive) == UID
     file.write_text(f"3:memory:{ours}\n2:freezer:/kubepods/pod{OTHER}\n")
     assert process.pod_of(7, alive) == ""
-
-
-def test_a_static_pod(proc: Path, alive: int) -> None:
-    (proc / "7" / "cgroup").write_text(f"0::/kubepods/burstable/pod{STATIC}/x\n")
+    file.write_text(f"0::/kubepods/burstable/pod{STATIC}/x\n")
     assert process.pod_of(7, alive) == STATIC
 
 
@@ -82,14 +77,11 @@ def test_a_static_pod(proc: Path, alive: int) -> None:
         f"0::/user.slice/user-1000.slice/user@1000.service/kubepods.slice/kubepods-pod{SLICE}.slice/x",  # a user's own
         f"0::/system.slice/docker-{CONTAINER}.scope/kubepods/pod{UID}",
         f"0::/kubepods/pod{UID}x/y",
-        f"0::/kubepods/pod{UID[1:]}/y",
         f"0::/kubepods/pod{UID.upper()}/y",
         f"0::/kubepods/x/pod{UID}",
         f"0::/../x.scope/kubepods/pod{UID}",
-        f"kubepods/pod{UID}",
         f"0::kubepods/pod{UID}",
         "0::" + "/.." * 6_000 + f"/pod{UID}",  # more than is read
-        "0::" + "/kubepods" * 1_500 + "/",
         f"\n\n::\n:::{UID}\x00\xff\n",
         "1:a:/\n" * 65 + f"0::/kubepods/pod{UID}",
     ],
@@ -148,12 +140,9 @@ def test_a_pods_name_is_that_of_its_directory(logs: Path) -> None:
         f"web_a_b_{UID}",
         f"_a_{UID}",
         f"web__{UID}",
-        f"web_-a_{UID}",
         f"web_a..b_{UID}",
         f"web_\x1b[2J_{UID}",
         f"{'w' * 64}_a_{UID}",
-        f"web_{'a' * 64}_{UID}",
-        f"web_a_{UID[1:]}",
         UID,
     ],
 )
@@ -163,13 +152,11 @@ def test_another_name_is_no_pods(logs: Path, name: str) -> None:
 
 
 def test_what_only_looks_like_a_pods_directory_names_none(logs: Path) -> None:
+    """Nor has a uid with two names one."""
     (logs / f"web_a_{UID}").symlink_to(logs)
     (logs / f"web_b_{OTHER}").touch()
     assert pods.read_names() == {}
-
-
-def test_a_uid_with_two_names_has_none(logs: Path) -> None:
-    for name in ("a", "b", "c"):
+    for name in ("c", "d", "e"):
         (logs / f"web_{name}_{UID}").mkdir()
     assert pods.read_names() == {UID: ""}
 

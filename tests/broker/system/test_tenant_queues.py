@@ -24,14 +24,8 @@ def test_tenants_come_in_turn_and_within_one_the_oldest() -> None:
     for tenant, count in (("red", 4), ("blue", 2), ("green", 1)):
         for number in range(count):
             queues.put(tenant, f"{tenant} {number}")
+    queues.put("red", "red 0")  # it waits already, and keeps its place
     assert _order(queues, {}) == ["red 0", "blue 0", "green 0", "red 1", "blue 1", "red 2", "red 3"]
-
-
-def test_work_that_waits_keeps_its_place() -> None:
-    queues: TenantQueues[str] = TenantQueues()
-    for work in ("a", "b", "a"):
-        queues.put("red", work)
-    assert _order(queues, {}) == ["a", "b"]
 
 
 def test_long_work_is_paid_by_its_tenant() -> None:
@@ -42,18 +36,6 @@ def test_long_work_is_paid_by_its_tenant() -> None:
         queues.put("blue", f"blue {number}")
     first = _order(queues, {"red": 4.0})[:20]
     assert Counter(work.split()[0] for work in first) == {"red": 4, "blue": 16}
-
-
-def test_a_tenant_in_debt_comes_after_one_that_comes_later() -> None:
-    """Red has used 3 seconds when blue begins to wait."""
-    queues: TenantQueues[str] = TenantQueues()
-    for number in range(3):
-        queues.put("red", f"red {number}")
-    queues.put("green", "green")
-    assert queues.take() == ("red", "red 0")
-    queues.charge("red", 3.0)
-    queues.put("blue", "blue")
-    assert _order(queues, {}) == ["green", "blue", "red 1", "red 2"]
 
 
 def test_a_debt_outlives_an_empty_queue() -> None:
