@@ -21,13 +21,6 @@ def test_the_type_checker_sees_what_is_imported() -> None:
     check_names(ext, ROOT)
 
 
-def test_there_is_no_other_name() -> None:
-    with pytest.raises(ImportError, match="Loop"):
-        exec("from membrokerd.ext import Loop")
-    with pytest.raises(AttributeError):
-        getattr(ext, "core.machine")
-
-
 def test_each_name_is_used_by_an_extension() -> None:
     assert used_names(EXTENSIONS) == set(listed(ROOT))
 
