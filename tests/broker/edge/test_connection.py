@@ -20,10 +20,10 @@ import pytest
 from google.protobuf.message import Message
 from tests.broker.coroutines import played_by
 from tests.support import raw
-from tests.support.daemons import DEADLINE_SECONDS, Daemon
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.garbage import without_collections
 from tests.support.processes import descriptors
-from tests.support.raw import Session, allocation
+from tests.support.raw import allocation
 from tests.support.sizes import MIB, PAGE
 
 from membroker.v1 import broker_pb2 as bpb
@@ -232,11 +232,6 @@ REFUSED = deny(Reason.DELIVERY_FAILED, model="tenants/red/models/m")
     ("story", "sent"),
     [
         pytest.param(
-            "deliver 5; answer 5; flush",
-            ["5: delivery 0 + allocate"],
-            id="a small call takes one packet instead of two",
-        ),
-        pytest.param(
             "deliver 5 0/3; flush; deliver 5 1/3; flush; deliver 5 2/3; answer 5; flush",
             ["5: delivery 0", "5: delivery 1", "5: delivery 2 + allocate"],
             id="only the last delivery has the reply",
@@ -324,9 +319,13 @@ async def test_a_step_reads_one_frame_and_takes_the_time_of_the_peers_tenant(len
 @pytest.mark.parametrize("refused", [False, True])
 @played_by(play)
 async def test_a_full_socket(lender: Lender, refused: bool) -> None:
-    """The peer does not read: answers wait inside their deliveries, and come in order."""
+    """The peer does not read: answers wait inside their deliveries, and come in order. What it asks is not read."""
     await lender.begin(1, 2, 3)
     sent = lender.fill()
+    handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=9, allocate=allocation("m", PAGE))))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert 9 not in lender.asked
     lender.deliver(2)
     lender.answer(2, REFUSED if refused else None)
     lender.flush()
@@ -338,22 +337,10 @@ async def test_a_full_socket(lender: Lender, refused: bool) -> None:
     expected += ["3: allocate", "1: allocate"]
     assert kinds(await lender.receive(len(expected))) == expected
     assert lender.traffic.descriptors == 0
+    await lender.until(lambda: 9 in lender.asked)
     lender.deliver(1, part=199, parts=200)
     lender.flush()
     assert kinds(await lender.receive(1)) == ["1: delivery 199"], "the socket has room, and the connection still waits"
-
-
-@played_by(play)
-async def test_a_full_socket_is_not_read(lender: Lender) -> None:
-    """A peer that does not read its answers is not read from; once it reads them, its waiting requests are handled."""
-    await lender.begin(1)
-    sent = lender.fill()
-    handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=9, allocate=allocation("m", PAGE))))
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert 9 not in lender.asked
-    kinds(await lender.receive(sent))
-    await lender.until(lambda: 9 in lender.asked)
 
 
 def test_a_connection_that_ends_while_too_many_descriptors_are_in_flight(
@@ -485,28 +472,6 @@ async def test_a_delivery_to_a_closed_connection_is_told(lender: Lender) -> None
     lender.flush()
     await asyncio.sleep(0)
     assert lender.told == [ev.ConnectionLost(SESSION), ev.NotDelivered(SESSION, 1, 0)]
-
-
-def test_a_real_daemon_answers_in_one_packet(daemon: Daemon) -> None:
-    """One extent: one packet. More than a packet holds: the reply is in the last. Refused: that alone."""
-    with Session(daemon.endpoint("red")) as session:
-        model = session.register("m")
-
-        def talk(number: int, **kind: Any) -> list[str]:
-            session.send(pb.Frame(request_id=number, **kind))
-            heard: list[str] = []
-            while not heard or not heard[-1].endswith(("allocate", "error")):
-                packet = handoff.receive(session.sock)
-                if packet.frame.HasField("delivery"):
-                    acknowledgement = pb.Ack(part=packet.frame.delivery.part)
-                    session.send(pb.Frame(request_id=packet.frame.request_id, ack=acknowledgement))
-                heard += kinds([packet])
-            return heard
-
-        assert talk(1, allocate=allocation(model, PAGE)) == ["1: delivery 0 + allocate"]
-        assert talk(2, allocate=allocation(model, PAGE, 65)) == ["2: delivery 0", "2: delivery 1 + allocate"]
-        assert talk(3, allocate=allocation(model, 4096 * MIB)) == ["3: error"]
-        assert daemon.books().lent_bytes == 66 * PAGE
 
 
 @played_by(play)

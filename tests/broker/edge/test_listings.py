@@ -74,6 +74,13 @@ def test_the_longest_row_fits_into_a_frame() -> None:
     handoff.encode(hpb.Frame(request_id=(1 << 64) - 1, reply=hpb.Reply(sessions=page)))
 
 
+def shown_of(broker: Broker) -> views.BookMessages:
+    """Return what lists the books of a core, with no engine that sleeps and no guest."""
+    sleep, guests = SimpleNamespace(of_model=lambda name: None), SimpleNamespace(of_model=lambda name, now: [])
+    loop: Any = SimpleNamespace(broker=broker, idle_sleep=sleep, guests=guests)
+    return views.BookMessages(loop, cast(Any, None), Decisions())
+
+
 def test_the_memory_is_divided_once_for_all_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """`membroker top` reads a hundred models page by page while one waits: every page shows the same division.
 
@@ -101,9 +108,7 @@ def test_the_memory_is_divided_once_for_all_pages(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(broker.waiting, "shares", counted)
     monkeypatch.setattr(views, "clock", lambda: now[0])
-    sleep, guests = SimpleNamespace(of_model=lambda name: None), SimpleNamespace(of_model=lambda name, now: [])
-    loop: Any = SimpleNamespace(broker=broker, idle_sleep=sleep, guests=guests)
-    shown = views.BookMessages(loop, cast(Any, None), Decisions())
+    shown = shown_of(broker)
 
     def shares() -> list[int | None]:
         found: list[rpb.Model] = []
@@ -134,9 +139,7 @@ def test_a_page_of_models_costs_no_more_beside_thousands() -> None:
             for model in range(count):
                 name = ModelName(tenant, f"m{model:04}")
                 broker.step(ev.RegisterModel(9, number, model, name, None, {}, False), 0)
-        sleep, guests = SimpleNamespace(of_model=lambda name: None), SimpleNamespace(of_model=lambda name, now: [])
-        loop: Any = SimpleNamespace(broker=broker, idle_sleep=sleep, guests=guests)
-        shown, pages = views.BookMessages(loop, cast(Any, None), Decisions()), []
+        shown, pages = shown_of(broker), []
 
         def turn(shown: views.BookMessages = shown, pages: list[Any] = pages) -> None:
             first = shown.list_models(pb.ListModelsRequest(page_size=16), "m")

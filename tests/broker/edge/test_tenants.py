@@ -176,13 +176,8 @@ async def test_what_is_refused_changes_nothing(place: Place) -> None:
     assert await place.create(guarantee_bytes=24 * MIB, dry=True) == "t"
     assert await place.update("blue", uids=[1], weight=3, dry=True) == "blue"
     assert (place.config, place.quotas(), len(place.kept)) == before
-
-
-@played_by(tell)
-async def test_a_configured_tenants_numbers_can_be_set(place: Place) -> None:
     await place.update("red", limit_bytes=8 * MIB, weight=3)
-    assert place.kept == [({("red", None, "device"): Quota(8 * MIB, None, 3)}, {})]
-    assert not place.config.created
+    assert place.kept[-1][0]["red", None, "device"] == Quota(8 * MIB, None, 3), "a configured one's numbers can be set"
 
 
 @played_by(tell)
@@ -327,10 +322,3 @@ async def test_an_operator_that_leaves_ends_no_command(place: Place) -> None:
     go_on.set()
     await place.world.until(lambda: "t" in place.open_now)
     assert (place.quotas(), set(place.config.created)) == ({KEY: Quota(weight=2)}, {"t"})
-
-
-@played_by(tell)
-async def test_commands_take_turns(place: Place) -> None:
-    """Two that are made at the same time are both in the file."""
-    await asyncio.gather(*[place.create(name) for name in ("a", "b", "c")])
-    assert set(place.kept[-1][1]) == set(place.config.created) == {"a", "b", "c"}
