@@ -24,43 +24,25 @@ def keep(store: Store, segment: int, first: int, *descriptors: int) -> None:
     assert told == [None], "this store keeps them at once"
 
 
-def test_descriptors_are_lent_by_id_and_stay(store: Store) -> None:
-    """A segment is kept and lent in packets, in the order of the ids that are asked for."""
+def test_descriptors_are_lent_by_id_and_stay_until_they_are_given_up(store: Store) -> None:
+    """A segment is kept and lent in packets, in the order of the ids that are asked for. Segments are kept apart.
+
+    Each descriptor is returned once. A segment that was never kept, or was given up, has none.
+    """
     keep(store, 1, 10, 100, 101)
     keep(store, 1, 12, 102)
+    keep(store, 2, 20, 200)
     assert store.lend(1, range(10, 13)) == [100, 101, 102]
     assert store.lend(1, [12, 10]) == [102, 100]
-    assert len(store) == 3
-
-
-def test_segments_are_kept_apart(store: Store) -> None:
-    """Asking one segment for another's extents is a bug, and fails."""
-    keep(store, 1, 10, 100)
-    keep(store, 2, 20, 200)
+    assert len(store) == 4
     for segment, extent in ((1, 20), (2, 10), (3, 10)):
         with pytest.raises(KeyError):
             store.lend(segment, [extent])
-    assert store.give_up(1) == [100]
-    assert store.lend(2, [20]) == [200]
-
-
-def test_the_caller_owns_what_was_given_up(store: Store) -> None:
-    """Each descriptor is returned once. A segment that was never kept, or was given up, has none."""
-    keep(store, 1, 10, 100, 101)
-    keep(store, 1, 12, 102)
     assert sorted(store.give_up(1)) == [100, 101, 102]
-    assert store.give_up(1) == []
-    assert store.give_up(7) == []
-    assert len(store) == 0
+    assert store.give_up(1) == store.give_up(7) == []
     with pytest.raises(KeyError):
         store.lend(1, [10])
-
-
-def test_the_end_returns_everything() -> None:
-    store = Store()
-    keep(store, 1, 10, 100)
-    keep(store, 2, 20, 200, 201)
-    assert sorted(store.close()) == [100, 200, 201]
+    assert store.close() == [200]
     assert len(store) == 0
     assert store.close() == []
 
@@ -301,19 +283,6 @@ def test_the_drivers_descriptors_are_put_and_dropped_together(mirror: Slow, mirr
     mirrored.forget_driver()
     assert [name for name, _ in mirror.contents()] == ["process.1"]
     close_all([*mirrored.close(), file])
-
-
-def test_a_daemon_that_fails_at_its_start_does_not_warn(mirror: Slow, caplog: pytest.LogCaptureFixture) -> None:
-    """Its port is taken. Nothing that it lent is lost, but a session's pidfd that it took over is worth a warning."""
-    store = Store(mirror)
-    file = memfd(b"")
-    store.keep_driver({"watches": file})
-    close_all(store.close())
-    assert caplog.records == []
-    store = Store(mirror)
-    store.keep_process(1, file)
-    close_all([*store.close(), file])
-    assert [record.getMessage() for record in caplog.records] == ["a restart would lose descriptors"]
 
 
 def test_the_store_owns_what_a_predecessor_left(mirror: Slow, mirrored: Store) -> None:

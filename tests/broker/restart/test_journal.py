@@ -26,7 +26,7 @@ from membrokerd.core.checkpoint import checkpoint_facts
 from membrokerd.core.ledger import replay
 from membrokerd.core.names import LOCATIONS, Location, ModelName
 from membrokerd.restart import records
-from membrokerd.restart.journal import Journal, boot_id
+from membrokerd.restart.journal import Journal
 
 LEFT_OUT = (ft.StockChanged, ft.QuotaSet)
 
@@ -110,6 +110,7 @@ def test_the_format_to_the_byte(path: Path) -> None:
     compact = [json.dumps(content, separators=(",", ":")).encode() for content in records]
     header = b'["membroker journal",1,"boot-1","GPU-1",0]'
     assert path.read_bytes().rstrip(b"\0") == b"".join(map(record, (header, *compact)))
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_what_no_successor_needs_is_not_written(path: Path) -> None:
@@ -124,16 +125,6 @@ def test_without_a_predecessor_there_are_no_facts(path: Path) -> None:
     journal = Journal(path, BINDING)
     assert journal.read(list) == ([], [])
     assert list(path.parent.iterdir()) == [], "reading made something"
-
-
-def test_only_the_owner_can_read_a_journal(path: Path) -> None:
-    write(path)
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
-def test_boots_have_names() -> None:
-    assert boot_id() == boot_id()
-    assert len(boot_id()) == 36
 
 
 # --- a daemon's life ---

@@ -72,9 +72,8 @@ def test_damage_before_whole_records_is_never_a_torn_end(path: Path) -> None:
     *starts, _last, _end = (0, *ends(data))
     for at in starts[1:]:
         for bit in range(32):
-            path.write_bytes(
-                data[: at + bit // 8] + bytes([data[at + bit // 8] ^ 1 << bit % 8]) + data[at + bit // 8 + 1 :]
-            )
+            byte = at + bit // 8
+            path.write_bytes(data[:byte] + bytes([data[byte] ^ 1 << bit % 8]) + data[byte + 1 :])
             facts, (sentence,) = read(path)
             assert facts == []
             assert f"is damaged at its byte {at}: the books start empty" in sentence, (at, bit)
@@ -174,18 +173,12 @@ def test_a_journal_that_is_too_long_is_not_read(path: Path) -> None:
 
 
 ASIDE = {
-    "an epoch that is too large": (
-        record(["membroker journal", 1, "boot-1", "GPU-1", 1 << 24]),
-        "other-format",
-    ),
+    "an epoch that is too large": (record(["membroker journal", 1, "boot-1", "GPU-1", 1 << 24]), "other-format"),
     "more extents than a GPU has": (HEADER + record([[10, 1, ["a", "m"], "device", 2, 1, 1 << 40]]), "other-format"),
     "an extent without a size": (HEADER + record([[10, 1, ["a", "m"], "device", 0, 1, 1]]), "other-format"),
     "an extent that is too large": (HEADER + record([[10, 1, ["a", "m"], "device", 1 << 63, 1, 1]]), "other-format"),
     "a negative id": (HEADER + record([[10, 1, ["a", "m"], "device", 2, -1, 1]]), "other-format"),
-    "a segment without extents": (
-        HEADER + record([[14, 1, ["a", "m"], "s", "device", 2, 2, 1, 0, 1, 1]]),
-        "other-format",
-    ),
+    "a segment of nothing": (HEADER + record([[14, 1, ["a", "m"], "s", "device", 2, 2, 1, 0, 1, 1]]), "other-format"),
     "a time before the boot": (HEADER + record([[3, 1, -1]]), "other-format"),
     "a limit below zero": (HEADER + record([[4, ["a", "m"], None, {"device": -1}]]), "other-format"),
     "a pid above 2^31": (HEADER + record([[1, 1, "a", 1 << 31, 0, "p", False, "c", 1, "", ""]]), "other-format"),

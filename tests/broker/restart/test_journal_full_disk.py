@@ -244,25 +244,6 @@ print(number, flush=True)
     assert read(path) == (steps(2), [])
 
 
-def test_a_predecessors_file_without_a_reserve(path: Path) -> None:
-    """The log of the daemon that goes on with it says why it lends nothing."""
-    script = """
-journal.close()
-limit(RESERVE_BYTES)
-journal = Journal(path, Binding("boot-1", "GPU-1"))
-journal.begin([])
-assert journal.full
-journal.close()
-journal = Journal(path, Binding("boot-1", "GPU-1"))
-journal.read(list)
-journal.begin([ft.SessionEnded(1, 0)] * 300_000)
-assert journal.full
-assert journal.why, "nobody can mend it"
-print(number, flush=True)
-"""
-    assert child(path, script) == 0
-
-
 def test_room_that_a_compaction_makes_is_used_at_once(path: Path) -> None:
     """A full file that may not grow is compacted: the next request is admitted at once. The log says both, once."""
     script = """

@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
@@ -41,12 +40,6 @@ try:
     client.contents()
 except (EOFError, ConnectionError):
     print("turned away")
-"""
-_IMPORTS = """
-import sys
-before = set(sys.modules)
-import membrokerd.restart.keeper
-print(*sorted({name.partition(".")[0] for name in sys.modules.keys() - before} - sys.stdlib_module_names))
 """
 
 
@@ -139,24 +132,20 @@ JUNK = {
     "not JSON": b"\xff\x00junk",
     "not an object": b"[1, 2]",
     "deep": b"[" * 30_000,
-    "a long number": b'{"number": ' + b"9" * 10_000 + b', "list": 0}',
     "no number": b'{"list": 0}',
     "a boolean as the number": b'{"number": true, "list": 0}',
     "a negative number": b'{"number": -1, "list": 0}',
     "no request": b'{"number": 5}',
-    "two requests": b'{"number": 5, "list": 0, "drop": []}',
-    "an unknown request": b'{"number": 5, "clear": true}',
     "list from nowhere": b'{"number": 5, "list": 99999999999999999999}',
-    "list from before": b'{"number": 5, "list": -1}',
     "names that are no list": b'{"number": 5, "drop": "segment.1.1"}',
-    "names that are no strings": b'{"number": 5, "drop": [["segment.1.1"]]}',
     "a name with a colon": b'{"number": 5, "drop": ["segment:1"]}',
-    "a name with a newline": b'{"number": 5, "drop": ["segment.1.1\\n"]}',
     "an empty name": b'{"number": 5, "drop": [""]}',
     "a name of half a pair": b'{"number": 5, "drop": ["\\ud800"]}',
     "a long name": json.dumps({"number": 5, "drop": ["x" * 256]}).encode(),
     "many names": json.dumps({"number": 5, "drop": [f"x{number}" for number in range(65)]}).encode(),
     "a name twice": b'{"number": 5, "drop": ["x", "x"]}',
+    "an owner that is no text": b'{"number": 5, "own": null}',
+    "a long owner": json.dumps({"number": 5, "own": "x" * 256}).encode(),
     "a long packet": b'{"number": 5, "drop": ["' + b"x" * fdstore.MAX_PACKET_BYTES + b'"]}',
 }
 
@@ -176,27 +165,22 @@ def test_junk_is_refused_and_changes_nothing(keeper: Keeper, client: Client) -> 
     assert client.contents() == {"segment.1.1": b"kept"}
 
 
-@pytest.mark.parametrize(("names", "descriptors"), [(1, 0), (0, 1), (2, 1), (1, 2), (64, 65), (64, 253), (0, 253)])
-def test_a_put_without_a_descriptor_for_each_name_is_refused_whole(
-    keeper: Keeper, client: Client, names: int, descriptors: int
-) -> None:
-    """If the kernel cut off descriptors, or a daemon forgot one, a name would get the wrong file."""
-    before = keeper.descriptors()
-    put = [f"segment.1.{extent:x}" for extent in range(1, names + 1)]
-    answer = client.ask(6, [0] * descriptors, put=put)
-    assert answer["number"] == 6
-    assert ("descriptors were lost" in answer["error"]) == (descriptors > 64)
-    assert keeper.descriptors() == before
-    assert client.contents() == {}
+def test_a_put_without_a_descriptor_for_each_name_is_refused_whole(keeper: Keeper, client: Client) -> None:
+    """If the kernel cut off descriptors, or a daemon forgot one, a name would get the wrong file.
 
-
-@pytest.mark.parametrize("request_", [{"drop": ["segment.1.1"]}, {"list": 0}])
-def test_only_a_put_has_descriptors(keeper: Keeper, client: Client, request_: dict[str, object]) -> None:
-    client.put({"segment.1.1": b"kept"})
+    And only a put has descriptors.
+    """
+    client.put({"segment.2.1": b"kept"})
     before = keeper.descriptors()
-    assert "has 1 descriptors and needs 0" in client.ask(6, [0], **request_)["error"]
+    for names, descriptors in ((1, 0), (0, 1), (2, 1), (1, 2), (64, 65), (64, 253), (0, 253)):
+        put = [f"segment.1.{extent:x}" for extent in range(1, names + 1)]
+        answer = client.ask(6, [0] * descriptors, put=put)
+        assert answer["number"] == 6
+        assert ("descriptors were lost" in answer["error"]) == (descriptors > 64)
+    for request in ({"drop": ["segment.2.1"]}, {"list": 0}):
+        assert "has 1 descriptors and needs 0" in client.ask(6, [0], **request)["error"]
     assert keeper.descriptors() == before
-    assert client.contents() == {"segment.1.1": b"kept"}
+    assert client.contents() == {"segment.2.1": b"kept"}
 
 
 def test_an_empty_packet_with_a_descriptor_is_the_end_of_a_connection(keeper: Keeper) -> None:
@@ -251,12 +235,6 @@ def test_a_keeper_refuses_a_second_owner_until_the_first_has_nothing_there(keepe
         assert second.contents() == {}, "the first owner's driver is of no use to it"
 
 
-@pytest.mark.parametrize("owner", [5, None, ["a"], "x" * 256], ids=lambda owner: str(owner)[:8])
-def test_an_invalid_owner_is_refused(keeper: Keeper, owner: Any) -> None:
-    with Client(keeper.path) as client:
-        assert "an owner is a string" in client.ask(1, own=owner)["error"]
-
-
 def test_a_client_that_reads_no_answers_is_disconnected(keeper: Keeper) -> None:
     """A daemon that is stopped in a debugger before it reads answers must not block the keeper for its successor."""
     with Client(keeper.path) as deaf:
@@ -280,12 +258,10 @@ def test_another_user_is_turned_away(keeper: Keeper) -> None:
         assert client.contents() == {"segment.1.1": b"kept"}
 
 
-def test_only_its_user_can_open_the_socket(keeper: Keeper) -> None:
-    assert keeper.path.stat().st_mode & 0o777 == 0o600
-
-
 def test_an_open_directory_is_refused(directory: Path) -> None:
     """Another user that can rename files in it could replace the keeper."""
+    with Keeper(directory / "keeper.sock") as keeper:
+        assert keeper.path.stat().st_mode & 0o777 == 0o600
     directory.chmod(0o750)
     with Keeper(directory / "keeper.sock") as keeper:
         status, complaint = keeper.ended()
@@ -379,12 +355,6 @@ def test_it_stays_for_a_segment_and_for_a_daemon(keeper: Keeper) -> None:
     assert keeper.ended() == (0, "")
 
 
-def test_it_ends_when_no_daemon_connects(keeper: Keeper) -> None:
-    """The daemon that started it died before it connected."""
-    keeper.look()
-    assert keeper.ended() == (0, "")
-
-
 def test_it_stays_where_it_is_told_to(tmp_path: Path) -> None:
     """In a container it would be started again, and later each time, until the daemon finds none."""
     with Keeper(tmp_path / "keeper" / "fdstore.sock", 0, "--stay") as keeper:
@@ -413,9 +383,3 @@ def test_it_waits_for_another_keeper_where_it_is_told_to_stay(tmp_path: Path) ->
             assert second.stdout.readline() == "listening\n"
             second.terminate()
             assert second.wait(DEADLINE_SECONDS) == 0
-
-
-def test_it_imports_little() -> None:
-    """Modules that it does not import cost no time at the start, and cannot fail."""
-    told = subprocess.check_output([sys.executable, "-c", _IMPORTS], text=True)
-    assert told.split() == ["membroker", "membrokerd"]

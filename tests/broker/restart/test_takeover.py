@@ -49,16 +49,14 @@ def test_a_removed_location_can_have_a_segment_of_zero_bytes() -> None:
     assert held == {"device": 64, "host": 0}
 
 
-def test_a_removed_location_without_entries_stays_removed() -> None:
-    """The predecessor lent host memory, and all of it was released: the new configuration decides."""
+def test_capacities_are_raised_to_what_is_lent() -> None:
+    """An extent is lent at a location whose configured capacity is now smaller, or that is not configured any more.
+
+    A location at which all was released stays removed.
+    """
     before = broker({"device": 64, "host": 64})
     _, charged, *_ = rebuild_books(checkpoint_facts(before.ledger))
     assert cover_lent({"device": 64}, charged) == {"device": 64}
-
-
-def test_capacities_are_raised_to_what_is_lent() -> None:
-    """An extent is lent at a location whose configured capacity is now smaller, or that is not configured any more."""
-    before = broker({"device": 64, "host": 64})
     before.step(ev.OpenSession(1, "t", 1, 1, "p", False, ""), 0)
     (session,) = before.ledger.sessions
     before.step(ev.RegisterModel(2, session, 1, MODEL, None, {}, False), 0)

@@ -304,22 +304,6 @@ def test_a_full_keeper_keeps_no_part_of_a_segment(path: Path) -> None:
         play(story())
 
 
-def test_names_that_no_broker_uses_are_dropped(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Names of another version, or of no version: the daemon logs them and the keeper drops them."""
-    names = ["junk", "segment.0.1", "segment.01.2", "segment.1.2.3", "segment.1.G", "process.A", "driver."]
-
-    async def story() -> None:
-        for _ in range(2):
-            assert read(await left_at(path)) == {1: {2: b"segment.1.2"}}
-
-    with Keeper(path):
-        with Client(path) as client:
-            client.put({name: name.encode() for name in [*names, "segment.1.2"]})
-        play(story())
-    said = [record.fields for record in caplog.records if "with names that no broker uses" in record.getMessage()]  # type: ignore[attr-defined]
-    assert said == [{"names": names}]
-
-
 async def test_the_daemon_stops_during_puts(path: Path) -> None:
     """The put fails exactly once, and the caller owns its descriptors again."""
     mirror, store = await opened(path)

@@ -312,7 +312,6 @@ def test_a_descendant_of_a_daemon_inherits_nothing(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "configured", "available"),
     [
-        ({}, 0, False),
         ({}, 512, False),
         ({"NOTIFY_SOCKET": "/run/systemd/notify"}, 0, False),
         ({"NOTIFY_SOCKET": "/run/systemd/notify"}, 512, True),
