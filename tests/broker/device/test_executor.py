@@ -325,35 +325,6 @@ def test_a_gate_that_cannot_ask_creates_nothing(driver: Failing) -> None:
 ON_LOOP, ON_THREAD = "MainThread", "membrokerd-driver"
 
 
-def test_few_extents_are_made_where_they_are_asked_for(driver: Failing) -> None:
-    """Two hops between threads would cost more than the driver does: the outcome is there when `make` returns."""
-    told: list[tuple[str, int]] = []
-
-    def ask(count: int) -> Callable[[Executor, Callable[[Any], None]], None]:
-        def piece(executor: Executor, done: Callable[[Any], None]) -> None:
-            def heard(made: Any) -> None:
-                told.append((threading.current_thread().name, count))
-                done(made)
-
-            executor.make(packet(count), heard)
-            told.append(("returned", count))
-
-        return piece
-
-    for made in run(driver, ask(1), ask(FEW), ask(FEW + 1)):
-        close_all(made)
-    few, more = FEW, FEW + 1
-    assert told == [
-        (ON_LOOP, 1),
-        ("returned", 1),
-        (ON_LOOP, few),
-        ("returned", few),
-        ("returned", more),
-        (ON_LOOP, more),
-    ]
-    assert driver.lent == [(1, ON_LOOP), (few, ON_LOOP), (more, ON_THREAD)]
-
-
 @pytest.fixture
 def by_the_clock(driver: Failing, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
     """Tell how many seconds each call of the driver takes from now on, by the executor's clock."""
@@ -566,29 +537,6 @@ def test_outcomes_keep_their_order_whatever_is_mixed(driver: Failing) -> None:
             assert told["device"].used == len(made) * PAGE
     assert packets == list(counts)
     close_all(made)
-
-
-def test_a_look_is_at_once_when_nothing_is_under_way_and_in_its_turn_otherwise(driver: Failing) -> None:
-    seen: list[tuple[int, int]] = []
-    """What the device had in use by each figure, and the bytes of the packets that were told before."""
-    held: list[int] = []
-
-    def note(figures: Figures) -> None:
-        shown = figures["device"]
-        seen.append((shown.used, len(held) * PAGE))
-
-    def look_twice(executor: Executor, done: Callable[[Any], None]) -> None:
-        executor.look(note)
-        assert len(seen) == 1
-        executor.make(packet(6), held.extend)
-        executor.look(note)
-        executor.close("red", [], done)
-        assert len(seen) == 1, "a packet is under way: whether the figure shows it is told with its outcome"
-
-    run(driver, look_twice)
-    assert len(seen) == 2
-    assert all(shown == told for shown, told in seen), seen
-    close_all(held)
 
 
 def test_an_outcome_may_ask_for_more(driver: Failing) -> None:

@@ -21,7 +21,6 @@ from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import policy
 from membrokerd.core.denied import Denied, Reason
-from membrokerd.core.names import ModelName
 from membrokerd.runtime import deferrals
 from membrokerd.runtime import loop as loop_module
 from membrokerd.runtime import packets as packets_module
@@ -46,26 +45,6 @@ def test_a_reply_that_fails_does_not_lose_the_effects_behind_it(
     with caplog.at_level(logging.ERROR, logger="membrokerd"):
         assert forgotten == [play(story)]
     assert "a fault of the broker" in caplog.text
-
-
-@played_by(play)
-async def test_a_request_does_not_wait_for_all_packets_of_another_tenant(world: World) -> None:
-    """Nine sessions of one tenant ask before it, while the driver is busy. Only the packet that is being made comes
-    first, and one more."""
-    busy = [await world.open() for _ in range(9)]
-    other = await world.open(ModelName("u", "m"))
-    world.keep_busy()
-    world.driver.go_on.clear()
-    answers = {session: world.allocate(session) for session in [*busy, other]}
-    order: list[int] = []
-    for session, answer in answers.items():
-        answer.add_done_callback(lambda _, session=session: order.append(session))
-    world.driver.go_on.set()
-    await world.until(lambda: len(order) == 10)
-    assert order.index(other) <= 2
-    assert [session for session in order if session != other] == busy
-    for session in order:
-        await world.give_back(session)
 
 
 def test_waits_for_memory_end_when_their_time_has_come() -> None:
