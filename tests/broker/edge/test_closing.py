@@ -16,11 +16,9 @@ from tests.support.lingering import pass_lingering
 from membroker.wire.descriptors import send
 from membrokerd.edge.closing import MOST_THREADS, MOST_WAITING, SocketCloser
 
-KINDS = [socket.SOCK_SEQPACKET, socket.SOCK_STREAM]
 
-
-def pair(kind: int = socket.SOCK_SEQPACKET) -> tuple[socket.socket, socket.socket]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+def pair() -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     theirs.settimeout(DEADLINE_SECONDS)
     return ours, theirs
@@ -51,21 +49,6 @@ def test_hanging_up_lets_the_last_word_be_read() -> None:
             assert ours.fileno() == -1
             assert theirs.recv(100) == b"the answer"
             assert theirs.recv(100) == b""
-
-    asyncio.run(scene())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_peer_that_is_gone_needs_no_thread(kind: int) -> None:
-    """It left our answer unread, so the first call on our end fails with ECONNRESET."""
-
-    async def scene() -> None:
-        ours, theirs = pair(kind)
-        theirs.send(b"a request")
-        ours.send(b"the answer")
-        theirs.close()
-        SocketCloser().hang_up(ours)
-        assert ours.fileno() == -1
 
     asyncio.run(scene())
 

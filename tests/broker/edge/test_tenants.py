@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.broker.coroutines import played_by
 from tests.support.daemons import DEADLINE_SECONDS
-from tests.support.loop_world import WEIGHTS, World, play
+from tests.support.loop_world import World, play
 from tests.support.sizes import MIB
 
 from membroker.v1 import admin_pb2 as pb
@@ -267,32 +267,6 @@ async def test_a_request_without_an_end_keeps_no_tenant(place: Place) -> None:
     assert world.loop.broker.lending.in_flight(session, 0)
     await place.delete()
     await place.is_gone()
-
-
-@played_by(tell)
-async def test_the_next_daemon_goes_on_with_a_deletion(place: Place) -> None:
-    """It finds it in the file: with a limit that a person has changed there, and a segment that is not deleted yet."""
-    world = place.world
-    place.apply(place.config.with_created({"t": CreatedTenant(deleting=True)}))
-    session = await world.open(CHAT)
-    segment = (await world.create(session, 4 * MIB)).segment
-    await world.seal(session, segment)
-    await place.tenants.resume()
-    assert place.closed["t"].reason is Reason.TENANT_DELETED
-    assert (await world.allocate(session)).reason is Reason.TENANT_LIMIT
-    world.loop.tell(ev.ConnectionLost(session))
-    await world.ask(lambda call: ev.ForgetSession(call, session))
-    await place.is_gone()
-    assert WEIGHTS.tenant == "t"
-    assert not world.loop.broker.ledger.segments
-
-
-def test_users_are_tenants_beside_those_made_by_command() -> None:
-    """A file without tenants: an endpoint for all users stays, whatever is made by command."""
-    config = Config().with_created({"a": CreatedTenant(), "b": CreatedTenant()})
-    assert (config.uid_tenants, config.endpoints) == (True, ("default", "a", "b"))
-    assert Config(tenants={"a": TenantConfig()}).with_created(config.created).created.keys() == {"b"}
-    assert config.of_file == Config()
 
 
 def test_a_tenant_that_was_being_deleted_is_in_the_file_at_the_next_start() -> None:
