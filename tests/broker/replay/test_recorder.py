@@ -165,24 +165,6 @@ def test_reloads_are_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert all(part.begin.rules == core.broker.books.rules for part in read(path))
 
 
-def test_rows_that_are_lost_begin_a_new_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk was too slow for a moment. What follows is replayed from the books of then, and nothing is guessed."""
-    core = Core(tmp_path)
-    core.borrow(count=3)
-    monkeypatch.setattr(recorder, "QUEUE_BYTES", 0)
-    core.borrow(count=2)
-    monkeypatch.undo()
-    until(core.is_written)
-    core.borrow(count=1)
-    core.borrow(count=1)
-    core.recorder.close()
-    first, second = read(tmp_path / "trace.jsonl")
-    assert second.begin.why == "rows were lost"
-    lent = [row for _, row in second.rows if type(row).__name__ == "Debited"]
-    assert sum(row.count for row in lent) == 7
-    assert first.rows
-
-
 def test_a_part_says_which_sessions_answer_recalls(tmp_path: Path) -> None:
     """An engine has lost its connection for a moment, and will answer again. Most models never do: no row for these."""
     core = Core(tmp_path)

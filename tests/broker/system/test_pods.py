@@ -8,15 +8,11 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
 from membrokerd.device import suspects
-from membrokerd.restart.process_watch import Watch
 from membrokerd.system import pods, process
-from membrokerd.system.turns import Turns
 
 UID = "0b9c8f7e-1d2c-4b3a-9e8f-7a6b5c4d3e2f"
 OTHER = f"1{UID[1:]}"
@@ -101,20 +97,6 @@ def test_a_suspect_is_named_with_its_pod(proc: Path) -> None:
     (proc / str(os.getpid()) / "cgroup").write_text(f"0::/kubepods/pod{UID}/x\n")
     assert process.pod_of_pid(os.getpid()) == UID
     assert process.pod_of_pid(1 << 40) == process.pod_of_pid(-1) == ""
-
-
-def test_the_watch_forgets_a_pod_with_its_session(proc: Path) -> None:
-    async def watched() -> list[pods.Pod]:
-        store = SimpleNamespace(keep_process=lambda *_: None, forget_process=lambda _: None)
-        watch = Watch(cast(Any, store), lambda _: None, Turns(), pods.PodNames())
-        watch.add(1, os.pidfd_open(os.getpid()), os.getpid())
-        before = watch.pod(1)
-        watch.forget(1)
-        return [before, watch.pod(1)]
-
-    (proc / str(os.getpid())).mkdir()
-    (proc / str(os.getpid()) / "cgroup").write_text(f"0::/kubepods/pod{UID}/x\n")
-    assert asyncio.run(watched()) == [pods.Pod(UID), pods.NO_POD]
 
 
 @pytest.fixture
