@@ -185,21 +185,6 @@ def test_a_place_that_cannot_be_written_is_told_before_a_command_fails(
     assert f"{tmp_path} cannot be written, because this user cannot" in trouble(tmp_path / "kept" / "host")
 
 
-def test_a_second_daemon_overwrites_nothing(path: Path) -> None:
-    """Two daemons of the host driver have runtime directories of their own, and one place for their quotas."""
-    first, second = StateDirectory(path.parent), StateDirectory(path.parent)
-    assert (first.trouble(), first.is_shared, second.is_shared) == ("", False, True)
-    first.write(QUOTAS)
-    assert "another membrokerd" in second.trouble()
-    assert (dict(first.read().quotas), second.read().quotas) == (QUOTAS, {}), (
-        "what the first was commanded is not for the second"
-    )
-    with pytest.raises(OSError) as caught:
-        second.write({})
-    assert caught.value.filename == str(path)
-    assert read(path) == QUOTAS
-
-
 def test_where_it_is_kept(tmp_path: Path) -> None:
     """The place belongs to the runtime directory: /var/lib to root's, an XDG directory to a user's own."""
     env = {"XDG_RUNTIME_DIR": "/run/user/7", "XDG_STATE_HOME": "/home/me/state", "HOME": "/home/me"}
