@@ -24,8 +24,11 @@ from membrokerd.restart.journal import RESERVE_BYTES, Binding, Journal
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
+def opened(**options):
+    return Journal(path, Binding("boot-1", "GPU-1"), **options)
+
 path = Path(sys.argv[1])
-journal = Journal(path, Binding("boot-1", "GPU-1"))
+journal = opened()
 journal.begin([])
 number = 0
 
@@ -40,10 +43,9 @@ def size():
 
 
 def child(path: Path, script: str) -> int:
-    """Run a daemon with a limit on the size of its files, and return how many steps it took."""
-    done = subprocess.run(
-        [sys.executable, "-c", _FULL + script, path], capture_output=True, text=True, timeout=DEADLINE_SECONDS
-    )
+    """Run a daemon that may limit the size of its files, and dies. Return how many steps it took."""
+    code = f"{_FULL}{script}\nprint(number, flush=True)\nos._exit(0)"
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=DEADLINE_SECONDS)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
@@ -59,8 +61,6 @@ full_at = size()
 assert journal.full and path.stat().st_size - full_at > RESERVE_BYTES * 0.99
 while size() < full_at + RESERVE_BYTES * 0.9:
     assert append() and journal.full
-print(number, flush=True)
-os._exit(0)
 """
     assert read(path) == ([], [])
     count = child(path, script)
@@ -81,8 +81,6 @@ assert not journal.append(()) and journal.full
 limit(resource.RLIM_INFINITY)
 assert journal.append(()) and not journal.full
 assert append() and not journal.full
-print(number, flush=True)
-os._exit(0)
 """
     count = child(path, script)
     assert read(path) == (steps(count), [])
@@ -98,7 +96,6 @@ for _ in range(9):
 limit(resource.RLIM_INFINITY)
 journal.begin([ft.SessionMoved(done, "x" * 1_000, 0) for done in range(1, number + 1)])
 assert not journal.full and append()
-print(number, flush=True)
 """
     assert child(path, script) == 11
     assert read(path) == (steps(11), [])
@@ -145,8 +142,6 @@ limit(path.stat().st_size)
 while append():
     pass
 append()
-print(number, flush=True)
-os._exit(0)
 """
     count = child(path, script)
     facts, (sentence,) = read(path)
@@ -158,7 +153,7 @@ def test_a_compaction_without_room_leaves_the_journal(path: Path) -> None:
     """No room for the story or for its reserve: the old file stays, and the compaction is tried again later."""
     script = """
 journal.close()
-journal = Journal(path, Binding("boot-1", "GPU-1"), compact_bytes=10_000)
+journal = opened(compact_bytes=10_000)
 journal.begin([])
 limit(path.stat().st_size)
 descriptors = len(os.listdir("/proc/self/fd"))
@@ -174,7 +169,6 @@ for count in (300_000, 80_000):
     assert list(path.parent.iterdir()) == [path]
     assert len(os.listdir("/proc/self/fd")) == descriptors
 assert append() and not journal.full
-print(number, flush=True)
 """
     count = child(path, script)
     assert 20 < count < 30
@@ -187,7 +181,7 @@ def test_a_predecessors_file_with_a_reserve(path: Path) -> None:
 assert append()
 journal.close()
 limit(RESERVE_BYTES)
-journal = Journal(path, Binding("boot-1", "GPU-1"))
+journal = opened()
 assert len(journal.read(list)[0]) == 1
 journal.begin([])
 assert not journal.full
@@ -197,7 +191,6 @@ limit(resource.RLIM_INFINITY)
 for _ in journal.compact([]):
     pass
 assert append() and not journal.full
-print(number, flush=True)
 """
     assert child(path, script) == 3
     assert read(path) == (steps(3)[2:], [])
@@ -210,12 +203,12 @@ assert append() and append()
 journal.close()
 os.truncate(path, size() - 1)
 limit(1)
-journal = Journal(path, Binding("boot-1", "GPU-1"))
+journal = opened()
 assert len(journal.read(list)[0]) == 1
 try:
     journal.begin([])
 except OSError:
-    print(1, flush=True)
+    number = 1
 """
     assert child(path, script) == 1
     assert read(path)[0] == steps(1)
@@ -226,11 +219,11 @@ def test_a_new_file_without_a_reserve(path: Path) -> None:
     script = """
 journal.close()
 limit(RESERVE_BYTES)
-journal = Journal(path, Binding("boot-1", "GPU-1"))
+journal = opened()
 try:
     journal.begin([ft.SessionEnded(1, 0)] * 300_000)
 except OSError:
-    assert Journal(path, Binding("boot-1", "GPU-1")).read(list) == ([], [])
+    assert opened().read(list) == ([], [])
 else:
     raise AssertionError("there was room")
 journal.begin([])
@@ -238,7 +231,6 @@ assert journal.full
 assert append() and journal.full
 limit(resource.RLIM_INFINITY)
 assert append() and not journal.full
-print(number, flush=True)
 """
     assert child(path, script) == 2
     assert read(path) == (steps(2), [])
@@ -265,7 +257,7 @@ logging.getLogger("membrokerd").setLevel("INFO")
 
 async def main():
     journal.close()
-    fresh = Journal(path, Binding("boot-1", "GPU-1"), compact_bytes=RESERVE_BYTES + 2_000)
+    fresh = opened(compact_bytes=RESERVE_BYTES + 2_000)
     fresh.begin([])
     limit(path.stat().st_size + 100_000)
     broker = Broker(policy.Rules(2, {"device": 64}, max_sessions_per_process=100), epoch=1)
@@ -291,9 +283,9 @@ async def main():
     began, ended = lines
     assert began.startswith("the journal cannot be written: the broker lends nothing more and begins no session")
     assert ended == "the journal can be written again"
-    print(len(broker.books.cannot_write))
+    return len(broker.books.cannot_write)
 
-asyncio.run(main())
+number = asyncio.run(main())
 """
     assert child(path, script) == 0
 
