@@ -93,37 +93,17 @@ def test_a_daemon_is_not_blamed_for_a_socket_that_was_removed(one: OneDaemon) ->
     assert one._silent_seconds == 0.0
 
 
-def test_every_gpu_of_the_machine_is_found(tmp_path: Path) -> None:
-    """Beside a stand-in of CUDA with three GPUs: the UUIDs are NVML's, which `--device` takes."""
-    libraries = build_fake_cuda(tmp_path)
-    if libraries is None:
-        pytest.skip("there is no C compiler for the stand-in of CUDA")
-    code = """
-        import json
-        from membroker.vmm import open_driver
-        from membrokerd.all_gpus import find
-        from membrokerd.config.config import Config
-        driver, found = find(Config(driver="auto"), 0)
-        for uuid in found:
-            opened = open_driver("cuda", uuid)
-            assert opened.device.uuid == uuid
-            opened.close()
-        print(json.dumps([driver, found]))
-    """
-    driver, uuids = json.loads(run_beside_fake_cuda(libraries, code, FAKE_CUDA_DEVICES="3"))
-    assert driver == "cuda"
-    assert len(set(uuids)) == 3
-    assert all(uuid.startswith("GPU-") for uuid in uuids)
-
-
 def test_a_gpu_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) -> None:
-    """The first GPU of three is an old one for the display, and NVML has lost the last one (XID 79)."""
+    """The first GPU of three is an old one for the display, and NVML has lost the last one (XID 79).
+
+    The UUIDs are NVML's, which `--device` takes.
+    """
     libraries = build_fake_cuda(tmp_path)
     if libraries is None:
         pytest.skip("there is no C compiler for the stand-in of CUDA")
     code = """
         import json
-        from membroker.vmm import DriverError
+        from membroker.vmm import DriverError, open_driver
         from membroker.vmm.cuda import nvml
         from membrokerd.all_gpus import find
         from membrokerd.config.config import Config
@@ -134,7 +114,12 @@ def test_a_gpu_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) -> N
             return name(self)
         nvml.NvmlDevice._index = index
         driver, found = find(Config(driver="auto"), 0)
-        print(json.dumps([driver, [uuid[-2:] for uuid in found]]))
+        opened = open_driver("cuda", found[0])
+        assert opened.device.uuid == found[0]
+        opened.close()
+        print(json.dumps([driver, found]))
     """
     said = run_beside_fake_cuda(libraries, code, FAKE_CUDA_DEVICES="3", FAKE_CUDA_LACKS="102@0")
-    assert json.loads(said.splitlines()[-1]) == ["cuda", ["31", "32"]]
+    driver, uuids = json.loads(said.splitlines()[-1])
+    assert (driver, [uuid[-2:] for uuid in uuids]) == ("cuda", ["31", "32"])
+    assert all(uuid.startswith("GPU-") for uuid in uuids)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tests.support.calls import calls_of
 from tests.support.sizes import GIB, MIB
 
 from membroker.v1 import broker_pb2 as pb
@@ -126,37 +125,3 @@ def test_the_memory_is_divided_once_for_all_pages(monkeypatch: pytest.MonkeyPatc
     now[0] += views.SHARES_NS
     shares()
     assert divided == ["device"] * 2
-
-
-def test_a_page_of_models_costs_no_more_beside_thousands() -> None:
-    """A tenant's page of 16 models, and the admin's, beside 32 of a tenant before and behind, and beside 2,048."""
-    costs = []
-    for others in (32, 2_048):
-        broker = Broker(Rules(2 * MIB, {"device": 4 * GIB, "host": 0}, max_models_per_tenant=others), epoch=1)
-        for session, (tenant, count) in enumerate((("m", 32), ("a", others), ("z", others), ("m-z", 5)), 1):
-            opened = broker.step(ev.OpenSession(session, tenant, 1, 1, f"process {session}", False, "test"), 0).effects
-            number = opened[0].result.session  # type: ignore[attr-defined]
-            for model in range(count):
-                name = ModelName(tenant, f"m{model:04}")
-                broker.step(ev.RegisterModel(9, number, model, name, None, {}, False), 0)
-        shown, pages = shown_of(broker), []
-
-        def turn(shown: views.BookMessages = shown, pages: list[Any] = pages) -> None:
-            first = shown.list_models(pb.ListModelsRequest(page_size=16), "m")
-            second = shown.list_models(pb.ListModelsRequest(page_size=17, page_token=first.next_page_token), "m")
-            of_all = shown.list_models(pb.ListModelsRequest(page_size=16, page_token=second.models[-1].name))
-            pages.extend((first, second, of_all))
-
-        costs.append(calls_of(turn).total())
-        first, second, of_all = pages
-        assert [one.name for one in [*first.models, *second.models]] == [
-            f"tenants/m/models/m{number:04}" for number in range(32)
-        ]
-        assert not second.next_page_token
-        assert [one.name for one in of_all.models][:6] == [
-            *[f"tenants/m-z/models/m{number:04}" for number in range(5)],
-            "tenants/z/models/m0000",
-        ]
-        assert len(of_all.models) == 16
-        assert not shown.list_models(pb.ListModelsRequest(), "n").models
-    assert costs[1] <= costs[0] + 100, costs

@@ -81,19 +81,3 @@ async def test_a_reload_that_rules_it_out_meanwhile(world: World) -> None:
     assert refused.value.denied.reason is Reason.QUOTA_CONFLICT
     assert disk.kept == [{KEY: Quota(8 * MIB)}, {}]
     assert broker.ledger.quotas == {}
-
-
-@played_by(play)
-async def test_a_listing_of_many_quotas_lets_others_go_on(world: World) -> None:
-    """The event loop has a turn after each 256 of 1,000 quotas."""
-    disk, turns = Disk(world), 0
-    names = [f"t{number}" for number in range(1_000)]
-    for name in names:
-        key: QuotaKey = (name, None, "device")
-        world.loop.broker.ledger.quotas[key] = Quota(8 * MIB)
-    listing = asyncio.create_task(disk.service.ListQuotas(pb.ListQuotasRequest(), None))
-    while not listing.done():
-        await asyncio.sleep(0)
-        turns += 1
-    assert [quota.name for quota in (await listing).quotas] == sorted(f"tenants/{name}" for name in names)
-    assert turns >= 4

@@ -241,12 +241,6 @@ def test_a_long_path_is_refused_with_the_path(tmp_path: Path) -> None:
         assert not (home.root / "tenants").exists()
 
 
-def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DirectoryError, match="--runtime-directory"):
-        DeviceDirectory(tmp_path / "file", "host")
-
-
 def test_a_socket_has_its_mode_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At no moment can anybody connect who may not: it is bound where nobody else comes in, and renamed at last."""
     home = DeviceDirectory(tmp_path, "host")
@@ -296,19 +290,6 @@ def test_the_sockets_of_a_removed_tenant_are_removed(tmp_path: Path) -> None:
         home.listen(home.endpoint("tenants", tenant) / "handoff.sock", Ownership()).close()
     home.clear_endpoints({"red": None})
     assert [path.parent.name for path in home.root.glob("tenants/*/*.sock")] == ["red"]
-
-
-def test_two_daemons_make_the_runtime_directory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script starts the daemons of two devices. The other one has the directory first, in any moment."""
-    mkdir = Path.mkdir
-
-    def second(self: Path, *arguments: bool, **options: bool) -> None:
-        mkdir(self, parents=True, exist_ok=True)
-        mkdir(self, *arguments, **options)
-
-    monkeypatch.setattr(Path, "mkdir", second)
-    home = DeviceDirectory(tmp_path / "run", "host")
-    assert home.root.is_dir()
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])

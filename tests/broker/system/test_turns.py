@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS
 
-from membrokerd.system.turns import PORTION_SECONDS, Turns, TurnSelector
+from membrokerd.system.turns import PORTION_SECONDS, Turns
 
 COSTLY_SECONDS = 0.0015
 """A release of 4,096 ids, which is the most in a frame."""
@@ -72,50 +69,6 @@ def test_a_turn_serves_for_a_portion_and_one_step_more() -> None:
         began = world.now
         world.turns.serve()
         assert PORTION_SECONDS <= world.now - began < PORTION_SECONDS + COSTLY_SECONDS
-
-
-def test_what_is_ready_is_served_in_the_same_turn() -> None:
-    """And what is left then in the next one, although no descriptor is ready any more."""
-    turns, polls = Turns(), 0
-
-    class CountingSelector(TurnSelector):
-        def select(self, timeout: float | None = None) -> list[tuple[object, int]]:  # type: ignore[override]
-            nonlocal polls
-            polls += 1
-            return super().select(timeout)  # type: ignore[return-value]
-
-    async def main() -> list[int]:
-        loop, over, seen = asyncio.get_running_loop(), asyncio.Event(), []
-        reader, writer = os.pipe()
-
-        def step() -> bool:
-            seen.append(polls)
-            if len(seen) == 2:
-                os.read(reader, 1)
-                loop.remove_reader(reader)
-                turns.put("red", step)
-                loop.call_soon(turns.put, "red", later)
-            return False
-
-        def later() -> bool:
-            seen.append(polls)
-            over.set()
-            return False
-
-        def readable() -> None:
-            seen.append(polls)
-            turns.put("red", step)
-
-        loop.add_reader(reader, readable)
-        os.write(writer, b"x")
-        await asyncio.wait_for(over.wait(), DEADLINE_SECONDS)
-        os.close(reader)
-        os.close(writer)
-        return seen
-
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(CountingSelector(turns))) as runner:
-        readable, first, second, later = runner.run(main())
-    assert (readable, first, second, later) == (readable, readable, readable, readable + 1)
 
 
 _COLLECTIONS = """
