@@ -7,9 +7,11 @@ import os
 import select
 import socket
 import threading
+from collections.abc import Awaitable, Callable
 from contextlib import closing
 
 import pytest
+from tests.broker.coroutines import played_by
 from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.lingering import pass_lingering
 
@@ -29,6 +31,13 @@ def threads() -> int:
     return sum(thread.name == "closing" for thread in threading.enumerate())
 
 
+def play(story: Callable[[SocketCloser], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await story(SocketCloser())
+
+    asyncio.run(main())
+
+
 async def until_done() -> None:
     """Wait until the threads that close are done."""
     async with asyncio.timeout(DEADLINE_SECONDS):
@@ -36,69 +45,60 @@ async def until_done() -> None:
             await asyncio.sleep(0.001)
 
 
-def test_hanging_up_lets_the_last_word_be_read() -> None:
+@played_by(play)
+async def test_hanging_up_lets_the_last_word_be_read(closer: SocketCloser) -> None:
     """Unread bytes would make the peer's next read fail before it sees our answer."""
-
-    async def scene() -> None:
-        ours, theirs = pair()
-        with closing(theirs):
-            for _ in range(5):
-                theirs.send(b"unread")
-            ours.send(b"the answer")
-            SocketCloser().hang_up(ours)
-            assert ours.fileno() == -1
-            assert theirs.recv(100) == b"the answer"
-            assert theirs.recv(100) == b""
-
-    asyncio.run(scene())
+    ours, theirs = pair()
+    with closing(theirs):
+        for _ in range(5):
+            theirs.send(b"unread")
+        ours.send(b"the answer")
+        closer.hang_up(ours)
+        assert ours.fileno() == -1
+        assert theirs.recv(100) == b"the answer"
+        assert theirs.recv(100) == b""
 
 
 @pytest.mark.parametrize("before", [[], [b"a frame"], [b""], [b""] * 9], ids=str)
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_what_lingers_is_closed_on_a_thread(before: list[bytes], *, is_gone: bool) -> None:
+@played_by(play)
+async def test_what_lingers_is_closed_on_a_thread(closer: SocketCloser, before: list[bytes], *, is_gone: bool) -> None:
     """Also behind a packet of 0 bytes, which is read like the end of the connection; and all of it is closed."""
-
-    async def scene() -> None:
-        ours, theirs = pair()
-        for data in before:
-            theirs.send(data)
-        with pass_lingering(theirs, b"x"):
-            if is_gone:
-                ours.send(b"never read")
-                theirs.close()
-            SocketCloser().hang_up(ours)
-            assert threads() == 1
-            await until_done()
-        theirs.close()
-
-    asyncio.run(scene())
-
-
-def test_many_that_linger_have_a_few_threads() -> None:
-    """They are interrupted for each, and all are closed. Many are a crowd: the endpoint accepts no more then."""
-
-    async def scene() -> None:
-        endpoint = SocketCloser()
-        pairs = [pair() for _ in range(MOST_THREADS + MOST_WAITING)]
-        ends = []
-        for ours, theirs in pairs:
-            ends.append(pass_lingering(theirs, b"x"))
-            assert not endpoint.is_crowded
-            endpoint.hang_up(ours)
-        assert endpoint.is_crowded
-        assert threads() == MOST_THREADS
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while any(ours.fileno() >= 0 for ours, _ in pairs):
-                await asyncio.sleep(0.001)
-        assert not endpoint.is_crowded
+    ours, theirs = pair()
+    for data in before:
+        theirs.send(data)
+    with pass_lingering(theirs, b"x"):
+        if is_gone:
+            ours.send(b"never read")
+            theirs.close()
+        closer.hang_up(ours)
+        assert threads() == 1
         await until_done()
-        for sock in [*ends, *(theirs for _, theirs in pairs)]:
-            sock.close()
-
-    asyncio.run(scene())
+    theirs.close()
 
 
-def test_of_many_packets_with_descriptors_one_is_read() -> None:
+@played_by(play)
+async def test_many_that_linger_have_a_few_threads(closer: SocketCloser) -> None:
+    """They are interrupted for each, and all are closed. Many are a crowd: the endpoint accepts no more then."""
+    pairs = [pair() for _ in range(MOST_THREADS + MOST_WAITING)]
+    ends = []
+    for ours, theirs in pairs:
+        ends.append(pass_lingering(theirs, b"x"))
+        assert not closer.is_crowded
+        closer.hang_up(ours)
+    assert closer.is_crowded
+    assert threads() == MOST_THREADS
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while any(ours.fileno() >= 0 for ours, _ in pairs):
+            await asyncio.sleep(0.001)
+    assert not closer.is_crowded
+    await until_done()
+    for sock in [*ends, *(theirs for _, theirs in pairs)]:
+        sock.close()
+
+
+@played_by(play)
+async def test_of_many_packets_with_descriptors_one_is_read(closer: SocketCloser) -> None:
     """Each read may need a signal of its own, and one close has one for all that is left."""
     read: list[bytes] = []
 
@@ -107,42 +107,37 @@ def test_of_many_packets_with_descriptors_one_is_read() -> None:
             read.append(super().recv(*args))
             return read[-1]
 
-    async def scene() -> None:
-        ours, theirs = pair()
-        reader, writer = os.pipe()
-        for _ in range(20):
-            send(theirs, b"x", [writer])
-        SocketCloser().hang_up(Counted(fileno=ours.detach()))
-        await until_done()
-        for end in (reader, writer):
-            os.close(end)
-        theirs.close()
-
-    asyncio.run(scene())
+    ours, theirs = pair()
+    reader, writer = os.pipe()
+    for _ in range(20):
+        send(theirs, b"x", [writer])
+    closer.hang_up(Counted(fileno=ours.detach()))
+    await until_done()
+    for end in (reader, writer):
+        os.close(end)
+    theirs.close()
     assert read == [b"x"]
 
 
-def test_without_a_new_thread_it_is_closed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+@played_by(play)
+async def test_without_a_new_thread_it_is_closed_later(closer: SocketCloser, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process may have as many threads as it can. The event loop does not wait instead."""
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    async def scene() -> None:
-        ours, theirs = pair()
-        reader, writer = os.pipe()
-        send(theirs, b"x", [writer])
-        os.close(writer)
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
-            SocketCloser().hang_up(ours)
-        assert ours.fileno() >= 0
-        os.set_blocking(reader, False)
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while not select.select([reader], [], [], 0)[0]:  # nobody has the writer any more
-                await asyncio.sleep(0.001)
-        assert os.read(reader, 1) == b""
-        os.close(reader)
-        theirs.close()
-
-    asyncio.run(scene())
+    ours, theirs = pair()
+    reader, writer = os.pipe()
+    send(theirs, b"x", [writer])
+    os.close(writer)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        closer.hang_up(ours)
+    assert ours.fileno() >= 0
+    os.set_blocking(reader, False)
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while not select.select([reader], [], [], 0)[0]:  # nobody has the writer any more
+            await asyncio.sleep(0.001)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+    theirs.close()

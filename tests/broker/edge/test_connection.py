@@ -343,25 +343,23 @@ async def test_a_full_socket(lender: Lender, refused: bool) -> None:
     assert kinds(await lender.receive(1)) == ["1: delivery 199"], "the socket has room, and the connection still waits"
 
 
-def test_a_connection_that_ends_while_too_many_descriptors_are_in_flight(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@played_by(play)
+async def test_a_connection_that_ends_while_too_many_descriptors_are_in_flight(
+    lender: Lender, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its delivery was to be sent again a little later. Nothing is sent then, and nothing fails."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
 
-    async def story(lender: Lender) -> None:
-        await lender.begin(1)
-        with monkeypatch.context() as patch:
-            patch.setattr(outbox.handoff, "send", refuse)
-            lender.deliver(1)
-            lender.flush()
-        assert lender.connection._outgoing
-        lender.connection.close("the test is over")
-        await asyncio.sleep(2 * IN_FLIGHT_SECONDS)
-
-    play(story)
+    await lender.begin(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(outbox.handoff, "send", refuse)
+        lender.deliver(1)
+        lender.flush()
+    assert lender.connection._outgoing
+    lender.connection.close("the test is over")
+    await asyncio.sleep(2 * IN_FLIGHT_SECONDS)
     assert not caplog.records
 
 
@@ -382,19 +380,16 @@ async def test_a_connection_that_ends_with_a_reply_in_its_queue(lender: Lender) 
     assert SESSION not in lender.connections
 
 
-def test_an_answer_that_is_no_frame_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+@played_by(play)
+async def test_an_answer_that_is_no_frame_ends_the_connection(lender: Lender, caplog: pytest.LogCaptureFixture) -> None:
     """It can never be sent, and at the head of the queue it would block everything else."""
-
-    async def story(lender: Lender) -> None:
-        await lender.begin(1)
-        models = tuple(ModelName("red", f"{number:063}") for number in range(1_000))
-        lender.answer(1, fx.Reconciled((), (), models))
-        assert ev.ConnectionLost(SESSION) in lender.told
-        assert SESSION not in lender.connections
-        with pytest.raises(handoff.EndOfConnection):
-            handoff.receive(lender.theirs)
-
-    play(story)
+    await lender.begin(1)
+    models = tuple(ModelName("red", f"{number:063}") for number in range(1_000))
+    lender.answer(1, fx.Reconciled((), (), models))
+    assert ev.ConnectionLost(SESSION) in lender.told
+    assert SESSION not in lender.connections
+    with pytest.raises(handoff.EndOfConnection):
+        handoff.receive(lender.theirs)
     assert "a fault of the broker" in caplog.text
 
 
@@ -446,21 +441,19 @@ async def test_a_peer_that_does_not_take_the_last_answer_is_cut(lender: Lender) 
     await lender.until(lambda: ev.ConnectionLost(SESSION) in lender.told)
 
 
-def test_a_fault_in_a_request_is_told_to_its_sender(caplog: pytest.LogCaptureFixture) -> None:
+@played_by(play)
+async def test_a_fault_in_a_request_is_told_to_its_sender(lender: Lender, caplog: pytest.LogCaptureFixture) -> None:
     """Else its call would wait for good."""
 
     def fail(*_: object) -> None:
         raise ValueError
 
-    async def story(lender: Lender) -> None:
-        await lender.begin()
-        lender.dispatcher.request = fail
-        handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=5, allocate=allocation("m", PAGE))))
-        await lender.until(lambda: ev.ConnectionLost(SESSION) in lender.told)
-        answer = handoff.receive(lender.theirs).frame
-        assert (answer.request_id, raw.reason(answer.reply.error)) == (5, "INTERNAL")
-
-    play(story)
+    await lender.begin()
+    lender.dispatcher.request = fail
+    handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=5, allocate=allocation("m", PAGE))))
+    await lender.until(lambda: ev.ConnectionLost(SESSION) in lender.told)
+    answer = handoff.receive(lender.theirs).frame
+    assert (answer.request_id, raw.reason(answer.reply.error)) == (5, "INTERNAL")
     assert "a fault of the broker" in caplog.text
 
 

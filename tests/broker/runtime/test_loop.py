@@ -126,8 +126,9 @@ async def test_a_refusal_waits_for_what_was_queued_and_no_longer(world: World, m
 
 
 @pytest.mark.parametrize("clock", ["perf_counter", "thread_time"])
-def test_a_refusal_waits_for_what_was_queued_where_the_machine_is_busy(
-    monkeypatch: pytest.MonkeyPatch, clock: str
+@played_by(play)
+async def test_a_refusal_waits_for_what_was_queued_where_the_machine_is_busy(
+    world: World, monkeypatch: pytest.MonkeyPatch, clock: str
 ) -> None:
     """Each read takes twice as long as a call waits: others have the cores, or the virtual machine stands still."""
     passed, real = 0.0, getattr(time, clock)
@@ -137,81 +138,74 @@ def test_a_refusal_waits_for_what_was_queued_where_the_machine_is_busy(
         nonlocal passed
         passed += 2 * deferrals.HEARING_SECONDS
 
-    async def story(world: World) -> None:
-        session, other = await world.open(), await world.open()
-        talker = world.queues[other]
-        talker.unread = 100
-        refused = asyncio.ensure_future(world.allocate(session, size=1 << 40))
-        await asyncio.sleep(0)
-        talker.read(30, stand_still)
-        await refused
-        assert talker.heard >= 130
-
-    play(story)
+    session, other = await world.open(), await world.open()
+    talker = world.queues[other]
+    talker.unread = 100
+    refused = asyncio.ensure_future(world.allocate(session, size=1 << 40))
+    await asyncio.sleep(0)
+    talker.read(30, stand_still)
+    await refused
+    assert talker.heard >= 130
 
 
-def test_a_seal_sends_to_those_who_wait_over_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+@played_by(play)
+async def test_a_seal_sends_to_those_who_wait_over_several_turns(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand readers may wait for one seal. Here a turn has time for one packet of them; each gets its own."""
     monkeypatch.setattr(packets_module, "PORTION_SECONDS", 0)
     readers = 5
+    writer = await world.open()
+    made = await world.create(writer, 2 * MIB)
+    sessions = [await world.open() for _ in range(readers)]
+    waiting = [world.attach(session, wait=DEADLINE_SECONDS) for session in sessions]
+    sealed = world.seal(writer, made.segment)
+    served = [0]
 
-    async def story(world: World) -> None:
-        writer = await world.open()
-        made = await world.create(writer, 2 * MIB)
-        sessions = [await world.open() for _ in range(readers)]
-        waiting = [world.attach(session, wait=DEADLINE_SECONDS) for session in sessions]
-        sealed = world.seal(writer, made.segment)
-        served = [0]
+    def look() -> None:
+        now = sum(bool(world.queues[session].packets) for session in sessions)
+        if now != served[-1]:
+            served.append(now)
+        if now < readers:
+            asyncio.get_running_loop().call_soon(look)
 
-        def look() -> None:
-            now = sum(bool(world.queues[session].packets) for session in sessions)
-            if now != served[-1]:
-                served.append(now)
-            if now < readers:
-                asyncio.get_running_loop().call_soon(look)
-
-        look()
-        await sealed
-        for answer in waiting:
-            assert (await answer).state == "sealed"
-        assert served == list(range(readers + 1))
-        for session in (writer, *sessions):
-            world.queues[session].close()
-            await world.detach(session, made.segment)
-        await world.delete()
-        await world.until(lambda: world.charged() == 0)
-
-    play(story)
+    look()
+    await sealed
+    for answer in waiting:
+        assert (await answer).state == "sealed"
+    assert served == list(range(readers + 1))
+    for session in (writer, *sessions):
+        world.queues[session].close()
+        await world.detach(session, made.segment)
+    await world.delete()
+    await world.until(lambda: world.charged() == 0)
 
 
-def test_what_was_sent_before_a_deadline_is_heard_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@played_by(play, audit_seconds=3_600)
+async def test_what_was_sent_before_a_deadline_is_heard_before_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The daemon was stopped while a wait ended, and the release that ends it well lies in a socket."""
     monkeypatch.setattr(deferrals, "HEARING_SECONDS", DEADLINE_SECONDS)
     now = [loop_module.clock()]
     monkeypatch.setattr(loop_module, "clock", lambda: now[0])
+    holder, waiter = await world.open(), await world.open()
+    await world.allocate(holder, 32)
+    asked = world.allocate(waiter, wait=0.02)
+    await world.until(lambda: bool(world.loop.broker.waiting.waiters()))
+    queue, read = world.queues[holder], asyncio.Event()
 
-    async def story(world: World) -> None:
-        holder, waiter = await world.open(), await world.open()
-        await world.allocate(holder, 32)
-        asked = world.allocate(waiter, wait=0.02)
-        await world.until(lambda: bool(world.loop.broker.waiting.waiters()))
-        queue, read = world.queues[holder], asyncio.Event()
+    def queued() -> int:
+        read.set()
+        return queue.unread
 
-        def queued() -> int:
-            read.set()
-            return queue.unread
-
-        queue.unread = 1
-        monkeypatch.setattr(queue, "queued", queued)
-        now[0] += 20_000_000
-        await read.wait()
-        assert not asked.done()
-        await world.give_back(holder)
-        queue.unread = 0
-        assert (await asked).count == 1
-        await world.give_back(waiter)
-
-    play(story, audit_seconds=3_600)
+    queue.unread = 1
+    monkeypatch.setattr(queue, "queued", queued)
+    now[0] += 20_000_000
+    await read.wait()
+    assert not asked.done()
+    await world.give_back(holder)
+    queue.unread = 0
+    assert (await asked).count == 1
+    await world.give_back(waiter)
 
 
 def test_no_deadline_passes_while_the_machine_sleeps() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import cast
 
 import pytest
 from tests.broker.coroutines import played_by
@@ -19,6 +20,11 @@ from membrokerd.runtime import packets as packets_module
 
 SEALED = 0x0010
 """F_SEAL_FUTURE_WRITE, for which Python 3.11 has no name."""
+
+
+def play_late(story: Callable[[World], Awaitable[None]]) -> None:
+    """Play a story beside a store that keeps nothing before the test says so."""
+    play(story, Late())
 
 
 async def ended(world: World, segment: int, *holders: int) -> None:
@@ -57,86 +63,70 @@ async def test_a_segment_is_written_sealed_attached_and_dropped(world: World) ->
     assert world.used() == 0
 
 
-def test_nothing_is_delivered_before_the_store_has_it() -> None:
+@played_by(play_late)
+async def test_nothing_is_delivered_before_the_store_has_it(world: World) -> None:
     """Who got a segment's descriptors must not be left with one that ends with this process."""
-    store = Late()
-
-    async def story(world: World) -> None:
-        writer = await world.open()
-        created = world.create(writer, 6 * MIB)
-        await world.until(lambda: len(store.asked) == 2)
-        assert not world.queues[writer].packets
-        assert not created.done()
-        store.asked[0](None)
-        assert [packet.part for packet in world.queues[writer].packets] == [0]
-        assert not created.done()
-        store.asked[1](None)
-        assert [packet.part for packet in world.queues[writer].packets] == [0, 1]
-        made = await created
-        await world.detach(writer, made.segment)
-        await world.until(lambda: not world.charged())
-
-    play(story, store)
+    store, writer = cast(Late, world.loop.store), await world.open()
+    created = world.create(writer, 6 * MIB)
+    await world.until(lambda: len(store.asked) == 2)
+    assert not world.queues[writer].packets
+    assert not created.done()
+    store.asked[0](None)
+    assert [packet.part for packet in world.queues[writer].packets] == [0]
+    assert not created.done()
+    store.asked[1](None)
+    assert [packet.part for packet in world.queues[writer].packets] == [0, 1]
+    made = await created
+    await world.detach(writer, made.segment)
+    await world.until(lambda: not world.charged())
 
 
 @pytest.mark.parametrize("second", [None, OSError(errno.EMFILE, "Too many open files")], ids=["second held", "neither"])
-def test_a_packet_that_the_store_does_not_take_is_not_made(second: OSError | None) -> None:
+@played_by(play_late)
+async def test_a_packet_that_the_store_does_not_take_is_not_made(world: World, second: OSError | None) -> None:
     """It is credited, its descriptors are closed, the writer is told why; what was taken ends with the rest."""
-    store = Late()
-
-    async def story(world: World) -> None:
-        writer = await world.open()
-        created = world.create(writer, 6 * MIB)
-        await world.until(lambda: len(store.asked) == 2)
-        store.asked[0](OSError(errno.ENOSPC, "No space left on device"))
-        assert world.charged() == world.used() == 2 * MIB
-        store.asked[1](second)
-        refused = await created
-        assert refused.reason is Reason.DESCRIPTORS_EXHAUSTED
-        assert "No space left" in refused.numbers["driver_says"]
-        (segment,) = world.loop.broker.ledger.segments
-        if second is None:
-            assert [packet.part for packet in world.queues[writer].packets] == [1]
-            world.queues[writer].close()
-            await world.detach(writer, segment)
-        else:
-            assert not world.queues[writer].packets
-            assert isinstance(await world.detach(writer, segment), Denied), "it never held it"
-        await world.until(lambda: not world.loop.broker.ledger.segments)
-
-    play(story, store)
-
-
-def test_a_connection_that_ends_while_the_store_takes_over_loses_nothing() -> None:
-    """The store has the packet and the writer is gone: nothing is sent, and the store gives it up again."""
-    store = Late()
-
-    async def story(world: World) -> None:
-        writer = await world.open()
-        created = world.create(writer, 4 * MIB)
-        await world.until(lambda: len(store.asked) == 1)
-        world.lose(writer)
-        store.asked[0](None)
-        assert (await created).reason is Reason.DELIVERY_FAILED
+    store, writer = cast(Late, world.loop.store), await world.open()
+    created = world.create(writer, 6 * MIB)
+    await world.until(lambda: len(store.asked) == 2)
+    store.asked[0](OSError(errno.ENOSPC, "No space left on device"))
+    assert world.charged() == world.used() == 2 * MIB
+    store.asked[1](second)
+    refused = await created
+    assert refused.reason is Reason.DESCRIPTORS_EXHAUSTED
+    assert "No space left" in refused.numbers["driver_says"]
+    (segment,) = world.loop.broker.ledger.segments
+    if second is None:
+        assert [packet.part for packet in world.queues[writer].packets] == [1]
+        world.queues[writer].close()
+        await world.detach(writer, segment)
+    else:
         assert not world.queues[writer].packets
-        await world.until(lambda: not world.loop.broker.ledger.segments)
+        assert isinstance(await world.detach(writer, segment), Denied), "it never held it"
+    await world.until(lambda: not world.loop.broker.ledger.segments)
 
-    play(story, store)
+
+@played_by(play_late)
+async def test_a_connection_that_ends_while_the_store_takes_over_loses_nothing(world: World) -> None:
+    """The store has the packet and the writer is gone: nothing is sent, and the store gives it up again."""
+    store, writer = cast(Late, world.loop.store), await world.open()
+    created = world.create(writer, 4 * MIB)
+    await world.until(lambda: len(store.asked) == 1)
+    world.lose(writer)
+    store.asked[0](None)
+    assert (await created).reason is Reason.DELIVERY_FAILED
+    assert not world.queues[writer].packets
+    await world.until(lambda: not world.loop.broker.ledger.segments)
 
 
-def test_a_connection_that_ends_before_the_packet_is_made_loses_nothing() -> None:
-    store = Late()
-
-    async def story(world: World) -> None:
-        writer = await world.open()
-        world.keep_busy()
-        created = world.create(writer, 6 * MIB)
-        world.lose(writer)
-        assert (await created).reason is Reason.DELIVERY_FAILED
-        assert not store.asked, "nobody would ever have it"
-        await world.until(lambda: not world.loop.broker.ledger.segments)
-
-    play(story, store)
+@played_by(play_late)
+async def test_a_connection_that_ends_before_the_packet_is_made_loses_nothing(world: World) -> None:
+    store, writer = cast(Late, world.loop.store), await world.open()
+    world.keep_busy()
+    created = world.create(writer, 6 * MIB)
+    world.lose(writer)
+    assert (await created).reason is Reason.DELIVERY_FAILED
+    assert not store.asked, "nobody would ever have it"
+    await world.until(lambda: not world.loop.broker.ledger.segments)
 
 
 @pytest.fixture

@@ -10,10 +10,12 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from tests.broker.coroutines import played_by
 from tests.support.keepers import content_of, memfd
 from tests.support.mirrors import end, keeping, keeping_not_long, play, until
 
@@ -26,6 +28,10 @@ from membrokerd.system.retry import IN_FLIGHT_SECONDS
 
 class Systemd:
     """How systemd treats a service's messages: its descriptor store, as in service.c and manager.c."""
+
+    mirror: SystemdMirror
+    store: Store
+    """The daemon's, which it copies here."""
 
     def __init__(self, directory: Path, maximum: int) -> None:
         self.maximum = maximum
@@ -76,72 +82,66 @@ class Systemd:
             close_all(descriptor for _, descriptor in self.stored)
 
 
-def play_systemd(
-    directory: Path, maximum: int, story: Callable[[Systemd, SystemdMirror, Store], Awaitable[None]]
-) -> None:
+def play_systemd(story: Callable[[Systemd], Awaitable[None]], maximum: int) -> None:
     """Run a coroutine as a daemon that systemd started."""
 
-    async def main() -> None:
+    async def main(directory: Path) -> None:
         systemd = Systemd(directory, maximum)
         systemd.work()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("NOTIFY_SOCKET", str(directory / "notify"))
             patch.setenv("FDSTORE", str(maximum))
             assert systemd_available()
-            mirror, kept = open_systemd()
+            systemd.mirror, kept = open_systemd()
             assert kept == StoredDescriptors()
-            store = Store(mirror)
-            await story(systemd, mirror, store)
-            end(store)
+            systemd.store = Store(systemd.mirror)
+            await story(systemd)
+            end(systemd.store)
             systemd.end()
 
-    play(main())
+    with tempfile.TemporaryDirectory(prefix="mb-") as directory:
+        play(main(Path(directory)))
 
 
-def test_nothing_is_lent_before_systemd_has_it(directory: Path) -> None:
+@played_by(play_systemd, maximum=100)
+async def test_nothing_is_lent_before_systemd_has_it(systemd: Systemd) -> None:
     """systemd is busy: the store reports nothing until systemd has reached the barrier, and then in order."""
-
-    async def story(systemd: Systemd, mirror: SystemdMirror, store: Store) -> None:
-        systemd.rest()
-        order: list[int] = []
-        puts = []
-        for segment in range(1, 4):
-            put = keeping(store, segment, {extent: b"%d" % extent for extent in range(1, 31)})
-            put.add_done_callback(lambda _, segment=segment: order.append(segment))
-            puts.append(put)
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not any(put.done() for put in puts)
-        systemd.work()
-        await asyncio.gather(*puts)
-        assert order == [1, 2, 3]
-        assert systemd.contents() == [
-            (f"segment.{segment:x}.{extent:x}", b"%d" % extent) for segment in range(1, 4) for extent in range(1, 31)
-        ]
-        assert systemd.said.count("BARRIER") == 3
-
-    play_systemd(directory, 100, story)
+    systemd.rest()
+    order: list[int] = []
+    puts = []
+    for segment in range(1, 4):
+        put = keeping(systemd.store, segment, {extent: b"%d" % extent for extent in range(1, 31)})
+        put.add_done_callback(lambda _, segment=segment: order.append(segment))
+        puts.append(put)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not any(put.done() for put in puts)
+    systemd.work()
+    await asyncio.gather(*puts)
+    assert order == [1, 2, 3]
+    assert systemd.contents() == [
+        (f"segment.{segment:x}.{extent:x}", b"%d" % extent) for segment in range(1, 4) for extent in range(1, 31)
+    ]
+    assert systemd.said.count("BARRIER") == 3
 
 
-def test_barriers_count_in_the_order_of_the_puts(directory: Path) -> None:
+@played_by(play_systemd, maximum=5)
+async def test_barriers_count_in_the_order_of_the_puts(systemd: Systemd) -> None:
     """The loop was busy while three pipes were closed, and sees the last one first."""
-
-    async def story(systemd: Systemd, mirror: SystemdMirror, store: Store) -> None:
-        systemd.barriers = []
-        order: list[int] = []
-        for number in range(1, 4):
-            watch = memfd(b"kept")
-            mirror.put([(f"driver.{number}", watch)], lambda _, number=number: order.append(number))
-            close_all([watch])
-        await until(lambda: len(systemd.barriers or ()) == 3)
-        close_all(reversed(systemd.barriers))
-        await until(lambda: len(order) == 3)
-        assert order == [1, 2, 3]
-
-    play_systemd(directory, 5, story)
+    systemd.barriers = []
+    order: list[int] = []
+    for number in range(1, 4):
+        watch = memfd(b"kept")
+        systemd.mirror.put([(f"driver.{number}", watch)], lambda _, number=number: order.append(number))
+        close_all([watch])
+    await until(lambda: len(systemd.barriers or ()) == 3)
+    close_all(reversed(systemd.barriers))
+    await until(lambda: len(order) == 3)
+    assert order == [1, 2, 3]
 
 
-def test_too_many_descriptors_are_in_flight(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@played_by(play_systemd, maximum=2000)
+async def test_too_many_descriptors_are_in_flight(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> None:
     """systemd was busy and reads again. Meanwhile this user's workers read nothing, and have what the kernel allows."""
     refusals = 0
 
@@ -150,85 +150,70 @@ def test_too_many_descriptors_are_in_flight(directory: Path, monkeypatch: pytest
         refusals += 1
         raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
 
-    async def story(systemd: Systemd, mirror: SystemdMirror, store: Store) -> None:
-        systemd.rest()
-        putting = keeping(store, 1, dict.fromkeys(range(1, 1001), b"kept"))
-        assert mirror._unsent, "the socket has room for all of it"
-        with monkeypatch.context() as patch:
-            patch.setattr(systemd_mirror, "send", refuse)
-            systemd.work()
-            await until(lambda: refusals)
-            await asyncio.sleep(4 * IN_FLIGHT_SECONDS)
-            assert refusals < 50, "it asks the kernel in every turn of the loop"
-        await putting
-        assert len(systemd.stored) == 1000
-        await keeping(store, 2, {1: b"more"})
-
-    play_systemd(directory, 2000, story)
-
-
-def test_systemd_drops_what_is_dropped_or_replaced(directory: Path) -> None:
-    """systemd would keep both descriptors of one name, so the old one is removed first."""
-
-    async def story(systemd: Systemd, mirror: SystemdMirror, store: Store) -> None:
-        await keeping(store, 1, {1: b"goes", 2: b"stays"})
-        for content in (b"old", b"new"):
-            watch = memfd(content)
-            mirror.put([("driver.watch", watch)], lambda error: None)
-            close_all([watch])
-        close_all(store.give_up(1, [1]))
-        store.keep_process(5, store.lend(1, [2])[0])
-        store.forget_process(5)
-        store.forget_process(6)
-        await keeping(store, 3, {3: b"later"})
-        assert systemd.contents() == [("segment.1.2", b"stays"), ("driver.watch", b"new"), ("segment.3.3", b"later")]
-
-    play_systemd(directory, 5, story)
-
-
-def test_systemds_maximum_is_respected(directory: Path) -> None:
-    """systemd would silently drop the sixth descriptor, and a segment would be lost at the next start."""
-
-    async def story(systemd: Systemd, mirror: SystemdMirror, store: Store) -> None:
-        await keeping(store, 1, dict.fromkeys(range(1, 5), b"kept"))
-        said = list(systemd.said)
-        with pytest.raises(OSError, match=r"4 descriptors .* 5: .*FileDescriptorStoreMax="):
-            await keeping(store, 2, {1: b"one", 2: b"more"})
-        assert systemd.said == said
-        await keeping(store, 3, {1: b"the fifth"})
-        close_all(store.give_up(1, [1, 2]))
-        await keeping(store, 2, {1: b"one", 2: b"more"})
-        assert len(systemd.stored) == len(store) == 5
-
-    play_systemd(directory, 5, story)
-
-
-def test_systemd_does_not_answer(directory: Path) -> None:
-    """A put fails in time. What systemd takes of it later is removed again."""
-
-    async def story(systemd: Systemd, mirror: SystemdMirror, store: Store) -> None:
-        systemd.rest()
-        with pytest.raises(TimeoutError):
-            await keeping_not_long(store, 1, dict.fromkeys(range(1, 1001), b"refused"))
-        assert len(store) == 0
+    systemd.rest()
+    putting = keeping(systemd.store, 1, dict.fromkeys(range(1, 1001), b"kept"))
+    assert systemd.mirror._unsent, "the socket has room for all of it"
+    with monkeypatch.context() as patch:
+        patch.setattr(systemd_mirror, "send", refuse)
         systemd.work()
-        await keeping(store, 2, {1: b"after"})
-        assert systemd.contents() == [("segment.2.1", b"after")]
+        await until(lambda: refusals)
+        await asyncio.sleep(4 * IN_FLIGHT_SECONDS)
+        assert refusals < 50, "it asks the kernel in every turn of the loop"
+    await putting
+    assert len(systemd.stored) == 1000
+    await keeping(systemd.store, 2, {1: b"more"})
 
-    play_systemd(directory, 1000, story)
+
+@played_by(play_systemd, maximum=5)
+async def test_systemd_drops_what_is_dropped_or_replaced(systemd: Systemd) -> None:
+    """systemd would keep both descriptors of one name, so the old one is removed first."""
+    await keeping(systemd.store, 1, {1: b"goes", 2: b"stays"})
+    for content in (b"old", b"new"):
+        watch = memfd(content)
+        systemd.mirror.put([("driver.watch", watch)], lambda error: None)
+        close_all([watch])
+    close_all(systemd.store.give_up(1, [1]))
+    systemd.store.keep_process(5, systemd.store.lend(1, [2])[0])
+    systemd.store.forget_process(5)
+    systemd.store.forget_process(6)
+    await keeping(systemd.store, 3, {3: b"later"})
+    assert systemd.contents() == [("segment.1.2", b"stays"), ("driver.watch", b"new"), ("segment.3.3", b"later")]
 
 
-def test_systemd_is_gone(directory: Path) -> None:
+@played_by(play_systemd, maximum=5)
+async def test_systemds_maximum_is_respected(systemd: Systemd) -> None:
+    """systemd would silently drop the sixth descriptor, and a segment would be lost at the next start."""
+    await keeping(systemd.store, 1, dict.fromkeys(range(1, 5), b"kept"))
+    said = list(systemd.said)
+    with pytest.raises(OSError, match=r"4 descriptors .* 5: .*FileDescriptorStoreMax="):
+        await keeping(systemd.store, 2, {1: b"one", 2: b"more"})
+    assert systemd.said == said
+    await keeping(systemd.store, 3, {1: b"the fifth"})
+    close_all(systemd.store.give_up(1, [1, 2]))
+    await keeping(systemd.store, 2, {1: b"one", 2: b"more"})
+    assert len(systemd.stored) == len(systemd.store) == 5
+
+
+@played_by(play_systemd, maximum=1000)
+async def test_systemd_does_not_answer(systemd: Systemd) -> None:
+    """A put fails in time. What systemd takes of it later is removed again."""
+    systemd.rest()
+    with pytest.raises(TimeoutError):
+        await keeping_not_long(systemd.store, 1, dict.fromkeys(range(1, 1001), b"refused"))
+    assert len(systemd.store) == 0
+    systemd.work()
+    await keeping(systemd.store, 2, {1: b"after"})
+    assert systemd.contents() == [("segment.2.1", b"after")]
+
+
+@played_by(play_systemd, maximum=5)
+async def test_systemd_is_gone(systemd: Systemd) -> None:
     """systemd's socket is closed: puts fail with the kernel's error."""
-
-    async def story(systemd: Systemd, mirror: SystemdMirror, store: Store) -> None:
-        await keeping(store, 1, {1: b"stays"})
-        systemd.end()
-        with pytest.raises(ConnectionRefusedError):
-            await keeping(store, 2, {2: b"refused"})
-        assert len(store) == 1
-
-    play_systemd(directory, 5, story)
+    await keeping(systemd.store, 1, {1: b"stays"})
+    systemd.end()
+    with pytest.raises(ConnectionRefusedError):
+        await keeping(systemd.store, 2, {2: b"refused"})
+    assert len(systemd.store) == 1
 
 
 _DAEMON = """
