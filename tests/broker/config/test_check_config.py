@@ -115,17 +115,6 @@ def test_a_check_asks_the_device_how_much_it_has(path: Path) -> None:
         assert re.search(r"900\.0 GiB of device memory, more than the capacity, 1\.0", said)
 
 
-def test_a_check_adds_what_was_set_by_command(path: Path) -> None:
-    """Without `capacity` in the file, too."""
-    kept = path.with_name("kept") / "host" / "quotas.toml"
-    kept.parent.mkdir(parents=True)
-    kept.write_text('[tenants.blue]\nguarantee = "768MiB"\n')
-    keys = {"capacity": None, "tenants": {"red": {"guarantee": "512MiB"}, "blue": {}}}
-    status, said = check_config(path, {"state_directory": str(path.with_name("kept")), **keys})
-    assert status == 0
-    assert any(line.startswith(f"{kept}: ") and "1280.0 MiB of device memory" in line for line in said)
-
-
 def test_a_check_of_the_configuration_looks_at_guarantees(path: Path) -> None:
     """One that pages do not fill, and quotas by command that were fine with the configuration of before."""
     models = {"a": {"guarantee": "96MiB"}, "b": {"guarantee": "128MiB", "limit": "1GiB"}}
