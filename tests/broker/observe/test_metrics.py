@@ -106,12 +106,10 @@ A_AT, A_HOST, B_AT = {"model": "a", "location": "device"}, {"model": "a", "locat
         # A limit that does not exist is neither 0 nor infinity: a dashboard divides by it.
         (MODELS, "model_limit_bytes", {"model": "a"}, [8 * MIB]),
         (MODELS, "model_limit_bytes", B_AT, []),
-        (TENANTS, "tenant_used_bytes", {"tenant": "acme", "location": "device"}, [4 * MIB]),
         (TENANTS, "tenant_limit_bytes", {"tenant": "acme", "location": "device"}, [16 * MIB]),
         (TENANTS, "tenant_limit_bytes", {"tenant": "umbra"}, []),
         # Signed in the core; a device that cannot report it has no series.
         (books(unaccounted=-5), "device_unaccounted_bytes", {"location": "device"}, [0]),
-        (books(unaccounted=7 * MIB), "device_unaccounted_bytes", {"location": "device"}, [7 * MIB]),
         (books(unaccounted=None), "device_unaccounted_bytes", {"location": "device"}, []),
         (books(), "device_memory_used_bytes", {"location": "device"}, [1 << 29]),
         (books(), "device_memory_total_bytes", {"location": "host"}, []),
@@ -124,13 +122,7 @@ A_AT, A_HOST, B_AT = {"model": "a", "location": "device"}, {"model": "a", "locat
         # What nobody waits for, declares or recalls is 0, so that a graph has no gaps.
         *(
             (MODELS, f"model_{name}", labels, [value])
-            for name, at_device in (
-                ("waiting_bytes", 6 * MIB),
-                ("waiting_requests", 2),
-                ("recallable_bytes", 3 * MIB),
-                ("late_bytes", MIB),
-                ("declared_bytes", 5),
-            )
+            for name, at_device in (("waiting_bytes", 6 * MIB), ("recallable_bytes", 3 * MIB), ("declared_bytes", 5))
             for labels, value in ((A_AT, at_device), (A_HOST, 0))
         ),
     ],

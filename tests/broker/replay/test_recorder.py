@@ -150,21 +150,6 @@ def test_reloads_beside_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.Mo
     assert any(isinstance(row, ev.Allocate) for _, row in last.rows)
 
 
-def test_reloads_are_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody reloads the configuration in a loop, while much is lent. Each reload begins a part with all of it."""
-    monkeypatch.setattr(recorder, "FLUSH_SECONDS", 0.001)
-    core = Core(tmp_path, max_bytes=20_000)
-    kept = [core.borrow() for _ in range(20)]
-    for extent in kept[::2]:
-        core.release(extent)
-    for _ in range(100):
-        core.recorder.begin("the rules have changed")
-    core.recorder.close()
-    for path in tmp_path.iterdir():
-        assert path.stat().st_size < 30_000
-        assert all(part.begin.rules == core.broker.books.rules for part in read(path))
-
-
 def test_a_part_says_which_sessions_answer_recalls(tmp_path: Path) -> None:
     """An engine has lost its connection for a moment, and will answer again. Most models never do: no row for these."""
     core = Core(tmp_path)

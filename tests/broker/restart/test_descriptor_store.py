@@ -181,29 +181,6 @@ def test_what_was_given_up_is_settled_when_the_mirror_dropped_it(mirror: Slow, m
     assert settled == ["mirrored", "in vain", "alone"]
 
 
-def test_a_new_mirror_process_gets_everything(mirror: Slow, mirrored: Store) -> None:
-    """Both kept and copied descriptors. A session's pidfd is a copy, so the connection may close its own."""
-    mirrored.keep("t", 1, [10], [1010], lambda error: None)
-    mirror.take()
-    pidfd, watch = memfd(b"pidfd"), memfd(b"watch")
-    mirrored.keep_process(0xAB, pidfd)
-    mirrored.keep_driver({"watch": watch})
-    close_all([pidfd, watch])
-    contents = dict(mirror.contents())
-    assert contents.pop("segment.1.a") == 1010
-    assert {name: content_of(descriptor) for name, descriptor in contents.items()} == {
-        "process.ab": b"pidfd",
-        "driver.watch": b"watch",
-    }
-    mirror.take()
-    mirror.take()
-    assert len(mirrored) == 1, "only extents are counted"
-    mirrored.forget_process(0xAB)
-    mirrored.forget_process(0xAB)
-    assert mirror.names == {"segment.1.a", "driver.watch"}
-    assert dict(mirror.contents()).keys() == mirror.names
-
-
 def test_a_copy_that_fails_is_only_logged(mirror: Slow, mirrored: Store, caplog: pytest.LogCaptureFixture) -> None:
     """Lending continues without the copy, and a mirror that is filled again gets it."""
     file = memfd(b"pidfd")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from membroker.v1.handoff_pb2 import Frame, SleepAnswer
 from membroker.v1.resources_pb2 import SleepStatus
 from membrokerd.config.config import Config, ModelConfig, TenantConfig
@@ -92,7 +90,10 @@ def test_once_a_second_and_no_second_question_before_an_answer() -> None:
 
 
 def test_an_engine_sleeps_for_others_and_not_for_its_own_model() -> None:
-    """Its own requests are no reason. With others', the one that is idle for longest, and one at a time."""
+    """Its own requests are no reason. With others', the one that is idle for longest, and one at a time.
+
+    One that is not idle for long enough is let alone; `idle_ms` is absent if it has requests, or a sleep would not pay.
+    """
     world = Engines(IdleRules(5.0), CHAT, SEARCH)
     world.look()
     for session, idle in ((0, 6_000), (1, 9_000)):
@@ -103,16 +104,10 @@ def test_an_engine_sleeps_for_others_and_not_for_its_own_model() -> None:
     world.say(0, SleepStatus.FALLING_ASLEEP)
     world.say(1, idle_ms=10_000)
     assert world.look() == [0.0, 5.0]
-
-
-@pytest.mark.parametrize("times", [{}, {"idle_ms": 3_000}, {"idle_ms": -(1 << 63)}])
-def test_one_that_is_busy_or_not_idle_for_long_enough_is_let_alone(times: dict[str, int]) -> None:
-    """`idle_ms` is absent if it has requests, or if a sleep would not pay."""
-    world = Engines(IdleRules(5.0), CHAT)
-    world.waits = {ModelName("blue", "x"): 1}
-    world.look()
-    world.say(0, **times)
-    assert world.look() == [0.0]
+    for times in ({}, {"idle_ms": 3_000}, {"idle_ms": -(1 << 63)}):
+        for session in (0, 1):
+            world.say(session, **times)
+        assert world.look() == [0.0, 0.0]
 
 
 def test_a_liar_keeps_no_other_engine_awake() -> None:

@@ -285,10 +285,9 @@ async def test_a_keeper_that_does_not_answer(path: Path) -> None:
     assert read(await left_at(path)) == {1: {1: b"stays"}, 3: {3: b"after"}}
 
 
-def test_a_full_keeper_keeps_no_part_of_a_segment(path: Path) -> None:
+async def test_a_full_keeper_keeps_no_part_of_a_segment(path: Path) -> None:
     """Two packets fit and the third does not: the segment is refused, and what was put of it is dropped."""
-
-    async def story() -> None:
+    with Keeper(path, fdstore.RESERVED + 150):
         _, store = await opened(path)
         await keeping(store, 1, {1: b"stays"})
         with pytest.raises(OSError, match=r"129 descriptors .* 150"):
@@ -299,9 +298,6 @@ def test_a_full_keeper_keeps_no_part_of_a_segment(path: Path) -> None:
         await keeping(store, 4, {4: b"after"})
         end(store)
         assert read(await left_at(path)) == {1: {1: b"stays"}, 4: {4: b"after"}}
-
-    with Keeper(path, fdstore.RESERVED + 150):
-        play(story())
 
 
 async def test_the_daemon_stops_during_puts(path: Path) -> None:
@@ -329,23 +325,19 @@ async def test_a_keeper_of_another_device_is_refused_at_once(path: Path) -> None
     assert read(await left_at(path)) == {1: {1: b"the first one's"}, 2: {2: b"more"}}
 
 
-def test_a_keeper_that_an_older_daemon_started(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_keeper_that_an_older_daemon_started(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The keeper does not know owners and serves the newest connection: an upgrade finds its predecessor's segments."""
+    ask = KeeperConnection.ask
 
-    async def story() -> None:
+    def ask_an_older_one(line: Any, message: Any, descriptors: Any = ()) -> Any:
+        """An unknown request is refused with an error without an owner, as in every version."""
+        return ask(line, {"unknown": 1} if "own" in message else message, descriptors)
+
+    monkeypatch.setattr(KeeperConnection, "ask", ask_an_older_one)
+    with Keeper(path):
         with Client(path) as older:
             older.put({"segment.1.1": b"kept"})
         assert read(await left_at(path)) == {1: {1: b"kept"}}
-
-    with Keeper(path):
-        # An unknown request is refused with an error without an owner, as in every version.
-        line_ask = KeeperConnection.ask
-
-        def ask(line: Any, message: Any, descriptors: Any = ()) -> Any:
-            return line_ask(line, {"unknown": 1} if "own" in message else message, descriptors)
-
-        monkeypatch.setattr(KeeperConnection, "ask", ask)
-        play(story())
 
 
 def test_an_open_directory_is_an_error_of_the_daemon(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
