@@ -34,11 +34,8 @@ def test_no_file_at_all_is_a_broker_in_which_each_uid_is_a_tenant() -> None:
     found = load(None, {}, env={"XDG_RUNTIME_DIR": "/run/user/1000"}, uid=1000)
     assert found.runtime_directory == Path("/run/user/1000/membroker")
     assert (found.driver, found.device, found.capacity, found.headroom) == ("auto", 0, None, None)
-    assert (found.settle_seconds, found.audit_seconds, found.model_grace_seconds) == (10.0, 0.1, 60.0)
-    assert (found.guarantee_wait_seconds, found.recall_seconds) == (10.0, 1.0)
-    assert found.uid_tenants
-    assert (found.stock, found.stock_extents) == (None, 64)
     assert found.metrics == config.MetricsConfig(True, "127.0.0.1", None)
+    assert found.uid_tenants
 
 
 def test_the_runtime_directory_of_root_is_where_everybody_looks() -> None:

@@ -267,29 +267,23 @@ def test_a_socket_has_its_mode_before_it_has_its_name(tmp_path: Path, monkeypatc
 
 
 def test_what_a_dead_daemon_left_is_replaced(tmp_path: Path) -> None:
-    """Its published socket is overwritten, its private ones are removed, and nothing else is."""
+    """Its published socket is overwritten. Its private ones are removed, and those of a tenant that is no more."""
     home = DeviceDirectory(tmp_path, "host")
-    public = home.endpoint("tenants", "red") / "handoff.sock"
-    home.listen(public, Ownership()).close()
+    for tenant in ("old", "red"):
+        public = home.endpoint("tenants", tenant) / "handoff.sock"
+        home.listen(public, Ownership()).close()
     for kind in ("grpc", "handoff"):
         home.private(kind).touch()
     (home.state / "epoch").write_text("4\n")
     home.clear_private()
+    home.clear_endpoints({"red": None})
+    assert [path.parent.name for path in home.root.glob("tenants/*/*.sock")] == ["red"]
     assert sorted(path.name for path in home.state.iterdir()) == ["epoch", "lock"]
     with home.listen(public, Ownership()), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         client.connect(str(public))
     home.close(public.parent)
     home.close(tmp_path / "never made")
     assert not public.exists()
-
-
-def test_the_sockets_of_a_removed_tenant_are_removed(tmp_path: Path) -> None:
-    """The daemon was killed, and starts without one of its tenants: nobody is told that it is dead."""
-    home = DeviceDirectory(tmp_path, "host")
-    for tenant in ("red", "old"):
-        home.listen(home.endpoint("tenants", tenant) / "handoff.sock", Ownership()).close()
-    home.clear_endpoints({"red": None})
-    assert [path.parent.name for path in home.root.glob("tenants/*/*.sock")] == ["red"]
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
