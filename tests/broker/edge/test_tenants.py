@@ -1,11 +1,12 @@
-"""Tenants by command: what is refused changes nothing, and a command that fails half-way is undone or goes on later."""
+"""Tenants and quotas by command: what is refused changes nothing, what fails half-way is undone or goes on later."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.broker.coroutines import played_by
@@ -22,11 +23,13 @@ from membrokerd.core.names import ModelName, QuotaKey
 from membrokerd.core.rows import Quota
 from membrokerd.device.plan import changed_rules
 from membrokerd.edge.convert import Refused
+from membrokerd.edge.rpc.admin_service import AdminService
 from membrokerd.edge.tenants import Tenants
 from membrokerd.system.device_directory import DirectoryError
 
 CHAT = ModelName("t", "m")
 KEY: QuotaKey = ("t", None, "device")
+RED: QuotaKey = ("red", None, "device")
 
 
 class Place:
@@ -40,8 +43,13 @@ class Place:
         self.closed: dict[str, Denied] = {}
         self.removed: list[str] = []
         self.disk: OSError | None = None
+        self.go_on = threading.Event()
+        """Until it is set, the disk is slow."""
+        self.go_on.set()
         self.trouble: Exception | None = None
         self.tenants = Tenants(world.loop, lambda: self.config, self.apply, self.keep, self)
+        unused = cast(Any, None)
+        self.service = AdminService(world.loop, unused, self.tenants, unused, unused, unused)
         world.loop._on_audit = self.tenants.look
 
     def apply(self, config: Config) -> None:
@@ -53,6 +61,7 @@ class Place:
         if self.disk is not None:
             raise self.disk
         self.kept.append((dict(rows), dict(created)))
+        assert self.go_on.wait(DEADLINE_SECONDS)
 
     # --- the endpoints ---
 
@@ -91,6 +100,9 @@ class Place:
 
     async def delete(self, name: str = "t") -> str:
         return await self.tenants.delete(pb.DeleteTenantRequest(name=f"tenants/{name}"))
+
+    async def set_quota(self, limit: int) -> pb.Quota:
+        return await self.service.SetQuota(pb.SetQuotaRequest(name="tenants/red", limit_bytes=limit), None)
 
     def quotas(self) -> dict[QuotaKey, Quota]:
         return {key: quota for key, quota in self.world.loop.broker.ledger.quotas.items() if quota != Quota()}
@@ -177,7 +189,7 @@ async def test_what_is_refused_changes_nothing(place: Place) -> None:
     assert await place.update("blue", uids=[1], weight=3, dry=True) == "blue"
     assert (place.config, place.quotas(), len(place.kept)) == before
     await place.update("red", limit_bytes=8 * MIB, weight=3)
-    assert place.kept[-1][0]["red", None, "device"] == Quota(8 * MIB, None, 3), "a configured one's numbers can be set"
+    assert place.kept[-1][0][RED] == Quota(8 * MIB, None, 3), "a configured one's numbers can be set"
 
 
 @played_by(tell)
@@ -280,19 +292,44 @@ def test_a_tenant_that_was_being_deleted_is_in_the_file_at_the_next_start() -> N
     assert kept.beside(Config()) == kept
 
 
+@pytest.mark.parametrize("command", ["create", "set a quota"])
 @played_by(tell)
-async def test_an_operator_that_leaves_ends_no_command(place: Place) -> None:
+async def test_an_operator_that_leaves_ends_no_command(place: Place, command: str) -> None:
     """Ctrl-C while the disk is slow: what is in the file at the next start is so now, too."""
-    go_on, kept = threading.Event(), place.keep
-
-    def keep(rows: quotas.Quotas, created: Mapping[str, CreatedTenant]) -> None:
-        kept(rows, created)
-        assert go_on.wait(DEADLINE_SECONDS)
-
-    place.tenants = Tenants(place.world.loop, lambda: place.config, place.apply, keep, place)
-    command = asyncio.ensure_future(place.create(weight=2))
+    place.go_on.clear()
+    asked = asyncio.ensure_future(place.create(weight=2) if command == "create" else place.set_quota(8 * MIB))
     await place.world.until(lambda: bool(place.kept))
-    command.cancel()
-    go_on.set()
-    await place.world.until(lambda: "t" in place.open_now)
-    assert (place.quotas(), set(place.config.created)) == ({KEY: Quota(weight=2)}, {"t"})
+    asked.cancel()
+    place.go_on.set()
+    expected = {KEY: Quota(weight=2)} if command == "create" else {RED: Quota(8 * MIB)}
+    await place.world.until(lambda: place.quotas() == expected)
+    await place.world.until(lambda: "t" in place.open_now or command != "create")
+
+
+# --- quotas ---
+
+
+@played_by(tell)
+async def test_a_slow_disk_delays_nobody_else(place: Place) -> None:
+    """Others borrow meanwhile. The number is in force once it is on the disk, and the next command waits its turn."""
+    place.go_on.clear()
+    first, second = (asyncio.ensure_future(place.set_quota(size)) for size in (8 * MIB, 4 * MIB))
+    await place.world.until(lambda: bool(place.kept))
+    await place.world.open()
+    assert place.quotas() == {}
+    place.go_on.set()
+    assert [(await one).limit_bytes for one in (first, second)] == [8 * MIB, 4 * MIB]
+    assert [rows for rows, _ in place.kept] == [{RED: Quota(8 * MIB)}, {RED: Quota(4 * MIB)}]
+
+
+@played_by(tell)
+async def test_a_reload_that_rules_it_out_meanwhile(place: Place) -> None:
+    """The file is reloaded with a guarantee above the new limit: what was in force stays in force, on the disk too."""
+    place.go_on.clear()
+    command, broker = asyncio.ensure_future(place.set_quota(8 * MIB)), place.world.loop.broker
+    await place.world.until(lambda: bool(place.kept))
+    broker.change_rules(dataclasses.replace(broker.books.rules, guarantees={RED: 16 * MIB}))
+    place.go_on.set()
+    assert (await refusal(command)).reason is Reason.QUOTA_CONFLICT
+    assert [rows for rows, _ in place.kept] == [{RED: Quota(8 * MIB)}, {}]
+    assert place.quotas() == {}
