@@ -1,14 +1,20 @@
-"""Which engines the daemon asks, which of them it lets sleep, and what a program that lies or is silent can change."""
+"""Which engines the daemon asks and lets sleep, and what a program that lies or is silent can change."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from membroker.v1.handoff_pb2 import Frame, SleepAnswer
+import pytest
+
+from membroker.v1.handoff_pb2 import Frame, Sleep, SleepAnswer
 from membroker.v1.resources_pb2 import SleepStatus
 from membrokerd.config.config import Config, ModelConfig, TenantConfig
 from membrokerd.core.names import ModelName
+from membrokerd.runtime import sleeping
 from membrokerd.runtime.idle_sleep import ASK_NS, MOST_ENGINES, MOST_OF_TENANT, IdleRules, IdleSleep, rules_of
 from membrokerd.runtime.sleeping import MOST_MS, Sleeping
 
@@ -147,3 +153,31 @@ def test_how_many_are_asked_is_bounded() -> None:
     assert len(one.look()) == MOST_OF_TENANT
     many = Engines(IdleRules(5.0), *(ModelName(f"t{number}", "m") for number in range(MOST_ENGINES + 3)))
     assert len(many.look()) == MOST_ENGINES
+
+
+# --- a question for some sessions ---
+
+
+class AnsweringPeer:
+    """A connection that answers what it is asked, or not."""
+
+    def __init__(self, answer: Callable[[SleepAnswer], None]) -> None:
+        self._answer = answer
+
+    def notify(self, frame: Frame) -> None:
+        answer = SleepAnswer(sleep_id=frame.notice.sleep.sleep_id, status=SleepStatus(state=SleepStatus.ASLEEP))
+        asyncio.get_running_loop().call_soon(self._answer, answer)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_what_has_been_answered_within_its_time_is_told(monkeypatch: pytest.MonkeyPatch, *, silent: bool) -> None:
+    """Nobody is waited for when all have answered, and one that has no connection never."""
+    monkeypatch.setattr(sleeping, "ANSWER_SECONDS", 0.05 if silent else 3600.0)
+    connections: dict[int, Any] = {}
+    questions = Sleeping(connections)
+    connections[1] = AnsweringPeer(functools.partial(questions.answered, 1))
+    connections[2] = AnsweringPeer((lambda _: None) if silent else functools.partial(questions.answered, 2))
+    told = asyncio.run(questions.ask([1, 2, 99], Sleep()))
+    assert {session: status.state for session, status in told.items()} == dict.fromkeys(
+        [1] if silent else [1, 2], SleepStatus.ASLEEP
+    )

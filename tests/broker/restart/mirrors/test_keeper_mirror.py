@@ -57,70 +57,52 @@ def files_of(pid: int) -> set[str]:
     return {name for name in found if not name.startswith("anon_inode:")}
 
 
-def test_a_daemon_finds_what_its_predecessor_kept(path: Path) -> None:
+async def test_a_daemon_finds_what_its_predecessor_kept(path: Path) -> None:
     """Segments, a worker's pidfd and a driver's descriptor outlive the daemon. The next one lends and gives them up."""
-
-    async def first() -> int:
-        mirror, kept = await open_keeper(path, OWNER)
-        assert kept == StoredDescriptors()
-        store = Store(mirror)
-        await keeping(store, 0x1F, {extent: b"extent %d" % extent for extent in range(1, 101)})
-        await keeping(store, 2, {200: b"other"})
-        pidfd, watch = os.pidfd_open(os.getpid()), memfd(b"watch")
-        store.keep_process(0xABC, pidfd)
-        store.keep_driver({"watch": watch})
-        close_all([pidfd, watch])
-        await keeping(store, 3, {300: b"the last"})
-        pid = pid_of(mirror)
-        assert pid is not None
-        end(store)
-        return pid
-
-    async def second(pid: int) -> None:
-        mirror, kept = await open_keeper(path, OWNER)
-        assert pid_of(mirror) == pid
-        store = Store(mirror)
-        store.adopt(kept)
-        assert len(store) == 102
-        assert content_of(store.lend(0x1F, [64])[0]) == b"extent 64"
-        assert not select.select([kept.processes[0xABC]], [], [], 0)[0]
-        assert content_of(kept.driver["watch"]) == b"watch"
-        close_all(store.give_up(0x1F))
-        store.forget_process(0xABC)
-        await keeping(store, 4, {400: b"new"})
-        end(store)
-
-    play(second(play(first())))
-
-    async def third() -> None:
-        kept = await left_at(path)
-        assert list(kept.driver) == ["watch"]
-        assert not kept.processes
-        assert read(kept) == {2: {200: b"other"}, 3: {300: b"the last"}, 4: {400: b"new"}}
-
-    play(third())
+    mirror, kept = await open_keeper(path, OWNER)
+    assert kept == StoredDescriptors()
+    store = Store(mirror)
+    await keeping(store, 0x1F, {extent: b"extent %d" % extent for extent in range(1, 101)})
+    await keeping(store, 2, {200: b"other"})
+    pidfd, watch = os.pidfd_open(os.getpid()), memfd(b"watch")
+    store.keep_process(0xABC, pidfd)
+    store.keep_driver({"watch": watch})
+    close_all([pidfd, watch])
+    await keeping(store, 3, {300: b"the last"})
+    pid = pid_of(mirror)
+    assert pid is not None
+    end(store)
+    mirror, kept = await open_keeper(path, OWNER)
+    assert pid_of(mirror) == pid
+    store = Store(mirror)
+    store.adopt(kept)
+    assert len(store) == 102
+    assert content_of(store.lend(0x1F, [64])[0]) == b"extent 64"
+    assert not select.select([kept.processes[0xABC]], [], [], 0)[0]
+    assert content_of(kept.driver["watch"]) == b"watch"
+    close_all(store.give_up(0x1F))
+    store.forget_process(0xABC)
+    await keeping(store, 4, {400: b"new"})
+    end(store)
+    kept = await left_at(path)
+    assert list(kept.driver) == ["watch"]
+    assert not kept.processes
+    assert read(kept) == {2: {200: b"other"}, 3: {300: b"the last"}, 4: {400: b"new"}}
 
 
-def test_a_daemon_that_fails_at_its_start_leaves_all_or_nothing(path: Path) -> None:
+async def test_a_daemon_that_fails_at_its_start_leaves_all_or_nothing(path: Path) -> None:
     """Its port is taken, so it exits before the keeper handles its put. Half of a put would stop every later start."""
     with Keeper(path) as keeper:
-
-        async def first() -> None:
-            _, store = await opened(path)
-            keeper.process.send_signal(signal.SIGSTOP)
-            os.waitpid(keeper.process.pid, os.WUNTRACED)
-            file = memfd(b"")
-            store.keep_driver({"watches": file, "table": file})
-            close_all([*store.close(), file])
-            keeper.process.send_signal(signal.SIGCONT)
-
-        async def second() -> set[str]:
-            kept = await left_at(path)
-            assert read(kept) == {}
-            return set(kept.driver)
-
-        play(first())
-        assert play(second()) in (set(), {"watches", "table"})
+        _, store = await opened(path)
+        keeper.process.send_signal(signal.SIGSTOP)
+        os.waitpid(keeper.process.pid, os.WUNTRACED)
+        file = memfd(b"")
+        store.keep_driver({"watches": file, "table": file})
+        close_all([*store.close(), file])
+        keeper.process.send_signal(signal.SIGCONT)
+        kept = await left_at(path)
+        assert read(kept) == {}
+        assert set(kept.driver) in (set(), {"watches", "table"})
 
 
 def test_no_keeper_is_looked_for_where_others_can_listen(directory: Path) -> None:
