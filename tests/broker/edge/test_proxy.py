@@ -137,17 +137,6 @@ async def test_little_waits_for_the_server(world: ProxiedServer) -> None:
 
 
 @played_by(play)
-async def test_bytes_pass_both_ways(world: ProxiedServer) -> None:
-    peer, server = await world.connect()
-    peer.send(PREFACE + _BODY)
-    assert await world.read(server, len(PREFACE + _BODY)) == PREFACE + _BODY
-    server.send(b"anything")
-    assert await world.read(peer, 8) == b"anything"
-    server.close()
-    assert await world.read(peer, 1) == b""
-
-
-@played_by(play)
 async def test_a_server_that_is_gone_is_no_lack_of_descriptors(world: ProxiedServer) -> None:
     """As when somebody has removed the daemon's directory: its limit of open files would be looked at in vain."""
     world.public.with_name("private").unlink()

@@ -349,6 +349,12 @@ def test_it_stays_for_a_segment_and_for_a_daemon(keeper: Keeper) -> None:
     assert keeper.ended() == (0, "")
 
 
+def test_it_ends_when_no_daemon_connects(keeper: Keeper) -> None:
+    """The daemon that started it died before it connected."""
+    keeper.look()
+    assert keeper.ended() == (0, "")
+
+
 def test_it_stays_where_it_is_told_to(tmp_path: Path) -> None:
     """In a container it would be started again, and later each time, until the daemon finds none."""
     with Keeper(tmp_path / "keeper" / "fdstore.sock", 0, "--stay") as keeper:
