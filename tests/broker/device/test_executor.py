@@ -13,8 +13,8 @@ import mmap
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS
@@ -30,6 +30,7 @@ from membrokerd.device import executor as executor_module
 from membrokerd.device.executor import OWN, RESULTS_AHEAD, Executor, Figures
 
 TOTAL = 64 * MIB
+_T = TypeVar("_T")
 
 
 class Failing(HostDriver):
@@ -93,21 +94,30 @@ def packet(count: int, size: int = PAGE, location: Any = "device", segment: int 
     return Make(tenant, 1, 7, 0, 1, range(100, 100 + count), size, location, segment)
 
 
-def run(driver: HostDriver, *work: Callable[[Executor, Callable[[Any], None]], None], reserve: int = 0) -> list[Any]:
-    """Run each piece of work on a started executor and return what it was told, in the order of the answers."""
+def play(driver: HostDriver, story: Callable[[Executor], Awaitable[_T]], reserve: int = 0) -> _T:
+    """Run a story beside a started executor, and return what it returns."""
 
-    async def main() -> list[Any]:
+    async def main() -> _T:
         executor = Executor(driver, reserve)
         executor.start(asyncio.get_running_loop())
-        answers: asyncio.Queue[Any] = asyncio.Queue()
         try:
-            for piece in work:
-                piece(executor, answers.put_nowait)
-            return [await asyncio.wait_for(answers.get(), DEADLINE_SECONDS) for _ in work]
+            return await asyncio.wait_for(story(executor), DEADLINE_SECONDS)
         finally:
             executor.stop()
 
     return asyncio.run(main())
+
+
+def run(driver: HostDriver, *work: Callable[[Executor, Callable[[Any], None]], None], reserve: int = 0) -> list[Any]:
+    """Run each piece of work on a started executor and return what it was told, in the order of the answers."""
+
+    async def story(executor: Executor) -> list[Any]:
+        answers: asyncio.Queue[Any] = asyncio.Queue()
+        for piece in work:
+            piece(executor, answers.put_nowait)
+        return [await answers.get() for _ in work]
+
+    return play(driver, story, reserve)
 
 
 def makes(make: Make) -> Callable[[Executor, Callable[[Any], None]], None]:
@@ -345,17 +355,14 @@ def test_what_takes_long_is_made_on_the_thread(driver: Failing, by_the_clock: Ca
     """How long is judged by what was made before: beside others that map all the time one is too many."""
     slow = 20 * executor_module.INLINE_SECONDS
 
-    async def main() -> None:
-        executor = Executor(driver, 0)
-        executor.start(asyncio.get_running_loop())
+    async def story(executor: Executor) -> None:
         for seconds in (slow, slow, *[0.0] * 17):
             by_the_clock(seconds)
             told = asyncio.get_running_loop().create_future()
             executor.make(packet(1), told.set_result)
-            close_all(await asyncio.wait_for(told, DEADLINE_SECONDS))
-        executor.stop()
+            close_all(await told)
 
-    asyncio.run(main())
+    play(driver, story)
     wheres = [where for _, where in driver.lent]
     assert wheres[:3] == [ON_LOOP, ON_THREAD, ON_THREAD], "nobody knew before the first"
     assert wheres[-1] == ON_LOOP, "it never learned that it was quick again"
@@ -439,10 +446,8 @@ def test_what_the_daemon_lets_go_of_is_gone_before_any_tenant_has_its_packet(dri
 def test_a_turn_of_the_event_loop_hears_of_few_results(driver: Failing) -> None:
     """The loop is busy, and the thread makes 20 packets. To send all in one turn would hold up everybody."""
 
-    async def main() -> list[int]:
+    async def story(executor: Executor) -> list[int]:
         loop = asyncio.get_running_loop()
-        executor = Executor(driver, 0)
-        executor.start(loop)
         heard: list[int] = [0]
         over = asyncio.Event()
 
@@ -463,11 +468,10 @@ def test_a_turn_of_the_event_loop_hears_of_few_results(driver: Failing) -> None:
         while len(driver.lent) < 20 and executor._ahead.acquire(blocking=False):
             executor._ahead.release()  # the thread goes on
         next_turn()
-        await asyncio.wait_for(over.wait(), DEADLINE_SECONDS)
-        executor.stop()
+        await over.wait()
         return heard
 
-    assert max(asyncio.run(main())) <= RESULTS_AHEAD
+    assert max(play(driver, story)) <= RESULTS_AHEAD
 
 
 def test_a_stop_waits_for_nobody_to_hear_of_results(driver: Failing) -> None:
@@ -490,9 +494,7 @@ def test_a_result_that_nobody_has_heard_of_is_still_before(driver: Failing) -> N
     """The thread is idle again, and its outcome lies in the event loop's queue: nothing may be told before it."""
     done_first: list[str] = []
 
-    async def main() -> None:
-        executor = Executor(driver, 0)
-        executor.start(asyncio.get_running_loop())
+    async def story(executor: Executor) -> None:
         finished = threading.Event()
         driver.before_lend = lambda: None
         told: asyncio.Queue[str] = asyncio.Queue()
@@ -511,12 +513,11 @@ def test_a_result_that_nobody_has_heard_of_is_still_before(driver: Failing) -> N
         assert finished.wait(DEADLINE_SECONDS)
         executor.make(packet(1), tell("small"))
         assert done_first == []
-        assert [await asyncio.wait_for(told.get(), DEADLINE_SECONDS) for _ in range(2)] == ["large", "small"]
+        assert [await told.get() for _ in range(2)] == ["large", "small"]
         executor.make(packet(2), tell("idle"))
         assert done_first == ["large", "small", "idle"]
-        executor.stop()
 
-    asyncio.run(main())
+    play(driver, story)
     assert [where for _, where in driver.lent] == [ON_THREAD, ON_THREAD, ON_LOOP]
 
 

@@ -150,20 +150,6 @@ def test_reloads_beside_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.Mo
     assert any(isinstance(row, ev.Allocate) for _, row in last.rows)
 
 
-def test_a_part_says_which_sessions_answer_recalls(tmp_path: Path) -> None:
-    """An engine has lost its connection for a moment, and will answer again. Most models never do: no row for these."""
-    core = Core(tmp_path)
-    answering = NAME._replace(model="qwen")
-    core.tell(lambda call: ev.RegisterModel(call, core.session, call, answering, None, {}, False, answers=True))
-    core.tell(lambda _: ev.ConnectionLost(core.session))
-    core.recorder.begin("the rules have changed")
-    core.recorder.close()
-    last = read(tmp_path / "trace.jsonl")[-1]
-    said = [row for _, row in last.rows if isinstance(row, trace.AnswersRecalls)]
-    assert said == [trace.AnswersRecalls(core.session, answering, answers=True)]
-    replayed(tmp_path / "trace.jsonl")
-
-
 def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
     """A daemon was killed in the middle of a line. The next one goes on behind it."""
     core = Core(tmp_path)

@@ -281,15 +281,6 @@ def test_the_store_owns_what_a_predecessor_left(mirror: Slow, mirrored: Store) -
     os.close(watch)
 
 
-def test_without_a_mirror_nothing_is_copied(store: Store) -> None:
-    before = descriptors()
-    store.keep_process(1, 0)
-    store.keep_driver({"watch": 0})
-    store.forget_process(1)
-    assert descriptors() == before
-    assert store.close() == []
-
-
 def test_names_are_read_strictly() -> None:
     """Each descriptor has one valid name; other spellings are unknown and closed.
 
