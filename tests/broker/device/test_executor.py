@@ -258,12 +258,18 @@ def test_a_failure_at_the_kth_call_leaves_nothing(
 
 @pytest.mark.parametrize("failure", [DriverError("nvmlDeviceGetMemoryInfo", "NVML_ERROR_GPU_IS_LOST", 15), KeyError(1)])
 def test_a_device_that_cannot_be_asked_does_not_end_the_thread(driver: Failing, failure: Exception) -> None:
-    """NVML fails during an audit: the figures are absent, and the thread, which everybody needs, works on."""
+    """NVML fails during an audit, and at the gate, which creates nothing then. The figures are absent, and the thread,
+    which everybody needs, works on.
+    """
     driver.fail("memory", 1, failure)
     absent, made, figures = run(driver, looks, makes(packet(1)), looks)
     assert set(absent.values()) == {None}
     close_all(made)
     assert figures["device"].used == PAGE
+    driver.fail("memory", 1, failure)
+    (refused,) = run(driver, makes(packet(1)))
+    assert refused.reason is (Reason.DRIVER_FAILED if isinstance(failure, DriverError) else Reason.INTERNAL)
+    assert driver.memory(Location.DEVICE).used == 0
 
 
 LOST = DriverError("nvmlDeviceGetMemoryInfo", "NVML_ERROR_GPU_IS_LOST", 15)
@@ -320,14 +326,6 @@ def test_a_create_that_fails_alone_loses_no_device(driver: Failing) -> None:
         driver.fail("create", 1, DEAD)
         driver.fail("create", 2, failure)
         assert not any(states(driver, makes(packet(1)), looks))
-
-
-def test_a_gate_that_cannot_ask_creates_nothing(driver: Failing) -> None:
-    driver.fail("memory", 1, DriverError("nvmlDeviceGetMemoryInfo", "NVML_ERROR_GPU_IS_LOST", 15))
-    (failure,) = run(driver, makes(packet(1)))
-    assert failure.reason is Reason.DRIVER_FAILED
-    assert "GPU_IS_LOST" in failure.numbers["driver_says"]
-    assert driver.memory(Location.DEVICE).used == 0
 
 
 # --- where it happens, and in which order ---

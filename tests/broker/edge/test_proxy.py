@@ -31,7 +31,7 @@ _BODY = frame(DATA, 0, 1, bytes(16_000))
 class ProxiedServer:
     """A proxy, and a server behind it that does what a test says."""
 
-    def __init__(self, directory: Path, turns: Turns, max_connections: int) -> None:
+    def __init__(self, directory: Path, turns: Turns) -> None:
         self.public, private = directory / "public", directory / "private"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(private))
@@ -52,7 +52,7 @@ class ProxiedServer:
             sock,
             private,
             tenant_of=lambda _: self.tenant,
-            max_connections=max_connections,
+            max_connections=4,
             turns=turns,
             refusals=refusals,
         )
@@ -108,12 +108,12 @@ class ProxiedServer:
         return await asyncio.wait_for(work, DEADLINE_SECONDS)
 
 
-def play(scene: Callable[[ProxiedServer], Awaitable[None]], max_connections: int = 4) -> None:
+def play(scene: Callable[[ProxiedServer], Awaitable[None]]) -> None:
     """Run a scene beside a proxy."""
     turns = Turns()
 
     async def main(directory: str) -> None:
-        server = ProxiedServer(Path(directory), turns, max_connections)
+        server = ProxiedServer(Path(directory), turns)
         try:
             await scene(server)
         finally:
@@ -198,19 +198,12 @@ async def test_a_server_that_reads_nothing_stops_the_peer(world: ProxiedServer) 
     assert await world.read(server, len(PREFACE) + sent) == PREFACE + (_BODY * (sent // len(_BODY) + 1))[:sent]
 
 
-@played_by(play, max_connections=2)
-async def test_connections_are_bounded(world: ProxiedServer) -> None:
-    """One more than the bound is ended at once; when another has gone, there is room again."""
-    (one, end), (_other, _) = await world.connect(), await world.connect()
-    assert await world.read(await world.peer(), 1) == b""
-    one.close()
-    assert await world.read(end, 1) == b""
-    await world.connect()
-
-
 @played_by(play)
 async def test_a_tenant_with_most_connections_makes_room_for_others(world: ProxiedServer) -> None:
-    """Red has all four. Blue gets one for each of red's newest, until it has as many; then both are refused."""
+    """Red has all four. Blue gets one for each of red's newest, until it has as many; then both are refused.
+
+    When a connection has gone, there is room again.
+    """
     reds = [await world.connect() for _ in range(4)]
     assert await world.read(await world.peer(), 1) == b""
     world.tenant = "blue"
@@ -223,6 +216,9 @@ async def test_a_tenant_with_most_connections_makes_room_for_others(world: Proxi
     for red, server in reds[:2]:
         red.send(PREFACE)
         assert await world.read(server, len(PREFACE)) == PREFACE
+    red.close()
+    assert await world.read(server, 1) == b""
+    await world.connect()
 
 
 @pytest.mark.parametrize("unsent", [False, True])
