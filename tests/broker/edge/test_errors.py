@@ -56,7 +56,7 @@ TEXTS = {
     "state": "sealed",
     "tenant": "green",
 }
-"""Values of the numbers that are none."""
+"""The values that are texts."""
 TEXTS |= {key: f"its {key}" for key in ("bound", "calls", "driver_says", "fault", "hint", "what", "whose")}
 RETRY = """
     MODEL_LIMIT TENANT_LIMIT CAPACITY DEVICE_FULL DRIVER_FAILED DESCRIPTORS_EXHAUSTED TOO_MANY_SESSIONS TOO_MANY_MODELS
