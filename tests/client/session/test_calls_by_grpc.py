@@ -12,7 +12,7 @@ from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import Caller
 
 from membroker.errors import OutOfMemory, ProtocolError
-from membroker.session.machine import detach, releases
+from membroker.session.machine import releases
 from membroker.session.rpc import METHODS, Outcome
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
@@ -162,17 +162,4 @@ def test_a_release_waits_for_its_answer(pair: Pair) -> None:
     assert (list(frame.release.extent_ids), frame.release.no_reply) == ([1, 2], False)
     assert caller.is_alive()
     broker.reply(frame.request_id, release=broker_pb2.ReleaseExtentsResponse())
-    assert caller.end().error is None
-
-
-def test_a_detach_waits_for_its_answer(pair: Pair) -> None:
-    """For the same reason. Where calls keep their order it asks for none."""
-    connection, broker = pair
-    connection.tell([detach(77)])
-    assert broker.hear("detach_segment").detach_segment.no_reply
-    caller = Caller(lambda: connection.tell([detach(78, no_reply=False)], 30))
-    frame = broker.hear("detach_segment")
-    assert (frame.detach_segment.generation, frame.detach_segment.no_reply) == (78, False)
-    assert caller.is_alive()
-    broker.reply(frame.request_id, detach_segment=broker_pb2.DetachSegmentResponse())
     assert caller.end().error is None

@@ -39,22 +39,6 @@ def test_a_wait_ends_at_the_broker(pair: Pair, frame: pb.Frame) -> None:
     assert not connection.calls.at_broker
 
 
-def test_a_call_that_is_complete_goes_back(pair: Pair) -> None:
-    """It is cancelled while the last extent is being mapped: it is unmapped again, and released."""
-    scope = CancelScope()
-
-    class Slow(Taker):
-        def place(self, *arguments: Any) -> None:
-            super().place(*arguments)
-            scope.cancel()
-
-    call = Begun(pair, taker=Slow(), scope=scope)
-    grant(pair[1], call.id)
-    assert isinstance(call.error(), Cancelled)
-    assert (call.taker.taken, call.taker.undone) == ([], 1)
-    assert list(pair[1].hear("release").release.extent_ids) == [call.id]
-
-
 def call_in(scope: CancelScope, connection: Connection) -> Caller:
     """Make a call in a scope, in a thread of its own."""
 
@@ -113,19 +97,6 @@ def _is_full(connection: Connection) -> bool:
     import select
 
     return not select.select([], [connection._socket], [], 0)[1]
-
-
-class TestOlderBroker:
-    @pytest.fixture
-    def options(self) -> dict[str, Any]:
-        return {"revision": 2}
-
-    def test_the_connection_ends(self, pair: Pair) -> None:
-        """It knows no Cancel: the wait ends with the connection, as after Ctrl-C, and the session resumes."""
-        call = Begun(pair, scope=(scope := CancelScope()))
-        scope.cancel()
-        assert call.error() is not None
-        assert pair[0].calls.is_interrupted
 
 
 def test_any_thread_may_cancel_at_any_moment(pair: Pair) -> None:

@@ -77,11 +77,8 @@ class TestChoice:
             (place / "membroker" / device / "tenants").mkdir(parents=True)
         with pytest.raises(InvalidRequest) as caught:
             endpoint.find_endpoint(None, directories(place))
-        message = str(caught.value)
-        assert "gpu-1234abcd/tenants/default" in message
-        assert "gpu-99999999/tenants/default" in message
-        assert "MEMBROKER_ENDPOINT" in message
-        assert message.startswith("no broker is alive: start one with `membrokerd` (under systemd: `systemctl start")
+        for said in ("gpu-1234abcd/tenants/default", "gpu-99999999/tenants/default", "MEMBROKER_ENDPOINT"):
+            assert said in str(caught.value)
 
     def test_what_a_dead_broker_left_hides_no_living_one(self, place: Path) -> None:
         """A twin was tried out and killed, in the user's own directory and in root's; the card's broker runs."""
@@ -192,10 +189,8 @@ class TestDevices:
         with pytest.raises(BrokerUnavailable) as caught:
             endpoint.find_device(name, env)
         said = str(caught.value)
-        assert f"no broker of device {name} was found" in said
         assert ", only of gpu-1234abcd (0), gpu-99999999 (1), host (?), host-7 (?)" in said
         assert f"`membrokerd --device {name}`" in said
-        assert "If `pgrep -a membrokerd` shows one of this device, its directory was removed" in said
         assert "XDG_RUNTIME_DIR is not set here" not in said
 
     def test_the_variable_is_missing_by_which_a_users_own_broker_is_found(
@@ -238,14 +233,10 @@ class TestDevices:
 class TestDiagnosis:
     """Each way in which an endpoint can be unusable."""
 
-    def test_no_directory(self, place: Path) -> None:
-        message = why(place / "gpu-1" / "tenants" / "a")
-        for said in (f"{place / 'gpu-1'} does not exist", "Is membrokerd running", "`membrokerd`"):
-            assert said in message
-
     @pytest.mark.parametrize(
         ("make", "says"),
         [
+            (lambda path: None, ["{path} does not exist", "Is membrokerd running", "`membrokerd`"]),
             (lambda path: path.mkdir(), ["{path} has no handoff.sock"]),
             (lambda path: path.symlink_to("gone"), ["{path} is a symbolic link to nothing"]),
             (lambda path: path.touch(), ["{path} is not a directory"]),
@@ -267,22 +258,16 @@ class TestDiagnosis:
 
     def test_a_device_with_named_tenants(self, place: Path) -> None:
         """A program that names no tenant, on a machine whose configuration does."""
-        for name in ("red", "blue"):
-            (place / "0" / "tenants" / name).mkdir(parents=True)
-        message = why(place / "0" / "tenants" / "default")
         tenants = place / "0" / "tenants"
+        for name in ("red", "blue"):
+            (tenants / name).mkdir(parents=True)
+        message = why(tenants / "default")
+        assert message.startswith(f"no broker is alive at {place / '0'}: start one with `membrokerd`")
         assert f"{place / '0'} has no tenant 'default', but has blue, red: name one's endpoint" in message
-        assert f"as in --endpoint {tenants / 'blue'} or MEMBROKER_ENDPOINT={tenants / 'blue'}" in message
         assert f"MEMBROKER_ENDPOINT={tenants / 'red'}" in why(tenants / "rde"), "a slip of the keys"
-        message = why(tenants)
-        assert f"{tenants} is not an endpoint but the directory of these tenants: blue, red. Name one" in message
-        assert why(tenants / "default").startswith(f"no broker is alive at {place / '0'}: start one with `membrokerd`")
+        assert f"{tenants} is not an endpoint but the directory of these tenants: blue, red. Name one" in why(tenants)
         with listening(tenants / "red" / "handoff.sock"):
             assert "no broker is alive" not in why(tenants / "default")
-        (tenants / "red" / "handoff.sock").unlink()
-        (tenants / "blue").rmdir()
-        (tenants / "red").rmdir()
-        assert "Is membrokerd running, with this tenant?" in why(tenants / "default")
 
     def test_a_directory_that_an_earlier_configuration_left(self, place: Path) -> None:
         """A first daemon had no tenants, so `default` is there still. The one that runs has `red`, and had `blue`."""
@@ -292,10 +277,7 @@ class TestDiagnosis:
         assert f"{tenants / 'default'} has no handoff.sock" in why(tenants / "default"), "none runs"
         with listening(tenants / "red" / "handoff.sock"):
             assert f"{place / '0'} has no tenant 'green', but has red: name one's endpoint" in why(tenants / "green")
-            message = why(tenants / "default")
-            assert f"{tenants / 'default'} has no handoff.sock: it was removed, or this tenant is not" in message
-            assert f"{place / '0'} has red: name one's endpoint, as in --endpoint {tenants / 'red'}" in message
-            assert f"{tenants} is not an endpoint but the directory of these tenants: red. Name one" in why(tenants)
+            assert f"{place / '0'} has red: name one's endpoint" in why(tenants / "default")
 
     def test_the_operators_endpoint_of_a_daemon_that_was_stopped(self, place: Path) -> None:
         """`membroker tenants` while nothing runs: the operator is sent to the daemon, not to a tenant's endpoint."""
@@ -306,16 +288,10 @@ class TestDiagnosis:
         assert "Is membrokerd running? If not, start one" in str(endpoint.diagnose(admin / "grpc.sock", gone))
         assert "where nothing is borrowed" in str(endpoint.diagnose(admin / "handoff.sock", gone))
 
-    def test_a_socket_of_another_kind(self, place: Path) -> None:
-        with listening(place / "handoff.sock", socket.SOCK_STREAM):
-            assert "socket of another kind" in why(place)
-
     def test_the_daemon_is_stopped(self, place: Path) -> None:
         """kill -STOP, or a debugger: the kernel accepts for it and nothing is ever said."""
         with listening(place / "handoff.sock"):
-            message = why(place, timeout=0.05)
-        assert "does not answer" in message
-        assert "`ps -C membrokerd -o pid,stat,args`, continue a stopped one (stat T) with `kill -CONT PID`" in message
+            assert "with `kill -CONT PID`" in why(place, timeout=0.05)
 
     def test_the_queue_of_connections_is_full(self, place: Path) -> None:
         with listening(place / "handoff.sock", backlog=0), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
@@ -409,11 +385,8 @@ class TestDenied:
             os.chown(place / "handoff.sock", -1, group := os.getegid() or 1)
             message = self.denied(place)
         assert f"permission denied: {place / 'handoff.sock'} belongs to" in message
-        assert f"uid {os.geteuid()}" in message
-        assert f"gid {group}" in message
-        assert "mode 0" in message
-        assert "this process runs as" in message
-        assert "usermod -aG" in message
+        for said in (f"uid {os.geteuid()}", f"gid {group}", "mode 0", "usermod -aG"):
+            assert said in message
 
     def test_a_group_without_a_name(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A container that knows the host's group by its number only: no command with a wrong name is advised."""
@@ -433,18 +406,14 @@ class TestDenied:
         """`membroker quota set` by a user of the machine: another tenant's endpoint would not help."""
         for name in ("admin", "tenants"):
             (place / "0" / name).mkdir(parents=True)
-        (socket_of := place / "0" / "admin" / "grpc.sock").touch()
-        message = str(endpoint.diagnose(socket_of, PermissionError(errno.EACCES, "Permission denied")))
-        assert "Only the operator enters there: run the command as " in message
-        assert message.endswith("root")
-        assert "own tenant" not in message
-
-    def test_the_grpc_socket_of_another_tenant(self, place: Path) -> None:
-        """The operator's socket has the same name. The advice for that one would not help here."""
-        (place / "grpc.sock").touch(mode=0o600)
-        message = str(endpoint.diagnose(place / "grpc.sock", PermissionError(errno.EACCES, "Permission denied")))
-        assert "own tenant" in message
-        assert "Only the operator" not in message
+        denied = PermissionError(errno.EACCES, "Permission denied")
+        for directory, is_operators in ((place / "0" / "admin", True), (place, False)):
+            (directory / "grpc.sock").touch()
+            message = str(endpoint.diagnose(directory / "grpc.sock", denied))
+            assert ("Only the operator enters there" in message, "own tenant" in message) == (
+                is_operators,
+                not is_operators,
+            )
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a socket of the group root")
     def test_nobody_is_told_to_join_the_group_root(self, place: Path) -> None:
@@ -453,19 +422,10 @@ class TestDenied:
             os.chmod(place / "handoff.sock", 0o660)
             message = self.denied(place)
         assert "usermod" not in message
-        assert "let the operator admit you: the tenant's `owner`, `group`, `mode` and `uids`" in message
-
-    def test_a_directory_of_others(self, place: Path) -> None:
-        (place / "tenant").mkdir()
-        with listening(place / "tenant" / "handoff.sock"):
-            os.chmod(place / "tenant", 0o000 if os.geteuid() else 0o700)
-            message = self.denied(place / "tenant")
-            os.chmod(place / "tenant", 0o700)
-        assert f"permission denied: {place / 'tenant'} belongs to" in message
-        assert "your own tenant's endpoint" in message
+        assert "let the operator admit you" in message
 
     def test_a_device_whose_directory_is_closed(self, place: Path) -> None:
-        """Somebody has closed it. It is named, by its own name, and not the open directory around it."""
+        """It is named, by its own name, and not the open directory around it, nor the tenant's in it."""
         device = place / "membroker" / "host"
         (device / "tenants" / "red").mkdir(parents=True)
         device.with_name("0").symlink_to("host")

@@ -25,16 +25,6 @@ from membroker.v1 import handoff_pb2 as pb
 class TestOutage:
     """Calls wait, and the session tries, whatever stands in the way."""
 
-    def test_a_call_waits(self, broker: PlayedBroker, client: Client) -> None:
-        broker.die()
-        until(lambda: is_away(client))
-        callers = [Caller(lambda: model(client).allocate(PAGE)) for _ in range(3)]
-        until(lambda: len(line(client)._changed.waiting) >= 3)
-        broker.listen()
-        broker.resume()
-        broker.lend(calls=3)
-        assert [caller.value().size for caller in callers] == [PAGE] * 3
-
     def test_a_call_waits_for_so_long(self, broker: PlayedBroker, client: Client) -> None:
         """Then it raises, with what was tried; the session goes on when somebody is there at last."""
         one, extent_id = buffer(broker, client)
@@ -43,12 +33,8 @@ class TestOutage:
         until(lambda: "nobody listens" in line(client)._outages.trouble)
         calls: list[Callable[[], object]] = [lambda: model(client).allocate(PAGE), lambda: model(client).declare(1)]
         for call in calls:
-            with pytest.raises(membroker.BrokerUnavailable, match=r"`membrokerd`.* 0\.5 s") as it:
+            with pytest.raises(membroker.BrokerUnavailable, match=r"(?=.*nobody listens)`membrokerd`.* 0\.5 s"):
                 call()
-            assert "nobody listens" in str(it.value)
-        line(client)._outages.outage = 0.0
-        with pytest.raises(membroker.BrokerUnavailable):
-            model(client).allocate(PAGE)
         line(client)._outages.outage = DEADLINE_SECONDS
         broker.listen()
         assert list(broker.resume().extent_ids) == [extent_id]

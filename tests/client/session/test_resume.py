@@ -135,32 +135,6 @@ class TestCallsInFlight:
         assert [declaration.declared_bytes for declaration in held.declarations] == [7]
         assert broker.hears_nothing(), "it was made twice"
 
-    def test_two_threads(self, broker: PlayedBroker, client: Client) -> None:
-        """Both calls are undone, both come again, and each gets its own memory."""
-        callers = [Caller(lambda: model(client).allocate(PAGE)) for _ in range(2)]
-        first = {broker.hear("allocate").request_id for _ in callers}
-        broker.deliver_pages(min(first), 1, reply=None, parts=2)
-        broker.hear("ack")
-        broker.hang_up()
-        assert not broker.resume().extent_ids
-        ids = broker.lend(calls=2)
-        addresses = {caller.value().address for caller in callers}
-        assert len(addresses) == 2
-        broker.hang_up()
-        assert sorted(broker.resume().extent_ids) == ids
-
-    @pytest.mark.parametrize("first", ["", "STOPPING"])
-    def test_refused_at_the_second_time(self, broker: PlayedBroker, client: Client, first: str) -> None:
-        """The old daemon took nothing new in its last second, or died. Another tenant was quicker after the restart."""
-        caller = Caller(lambda: model(client).allocate(PAGE))
-        request_id = broker.hear("allocate").request_id
-        if first:
-            broker.refuse(request_id, first)
-        broker.hang_up()
-        broker.resume()
-        broker.refuse(broker.hear("allocate").request_id, "MODEL_LIMIT")
-        assert isinstance(caller.end().error, membroker.OutOfMemory)
-
     def test_a_segment_is_attached_anew(self, broker: PlayedBroker, client: Client) -> None:
         """It had arrived, and its answer not."""
         caller = Caller(lambda: client.attach("m/weights"))
@@ -200,40 +174,9 @@ class TestCallsInFlight:
         broker.refuse(broker.hear("delete_segment").request_id, "SEGMENT_NOT_FOUND")
         assert isinstance(caller.end().error, membroker.SegmentNotFound), "this one was asked once"
 
-    def test_a_driver_that_cannot_unmap(self, broker: PlayedBroker, client: Client) -> None:
-        """What is stuck in the device is held: calling it given back would lend it to somebody else's account."""
-        pool = model(client).pool(page_size=PAGE)
-        caller = Caller(lambda: pool.allocate(0, 2 * PAGE))
-        request_id = broker.hear("allocate").request_id
-        (extent_id,) = broker.deliver_pages(request_id, 1, parts=2)
-        broker.hear("ack")
-        region, unbind = pool._holding.region, pool._holding.region.unbind
-
-        def stuck(offset: int, size: int) -> None:
-            raise RuntimeError("the device is lost")
-
-        region.unbind = stuck  # type: ignore[method-assign]
-        broker.hang_up()
-        assert list(broker.resume().extent_ids) == [extent_id]
-        assert "lost" in str(caller.end().error)
-        region.unbind = unbind  # type: ignore[method-assign]
-
 
 class TestHolds:
     """What is stated is what is held: what was given back meanwhile is not, and nothing is forgotten."""
-
-    def test_given_back_during_the_outage(self, broker: PlayedBroker, client: Client) -> None:
-        """A tensor dies while nobody is there: nothing is raised, and the new broker hears by omission."""
-        kept, kept_id = buffer(broker, client)
-        gone, _ = buffer(broker, client)
-        broker.die()
-        until(lambda: is_away(client))
-        gone.close()
-        assert mapped_extents() == 1
-        broker.listen()
-        assert list(broker.resume().extent_ids) == [kept_id]
-        assert broker.hears_nothing(), "it was given back twice"
-        kept.view()[:1] = b"x"
 
     def test_given_back_between_the_holds_and_the_answer(self, broker: PlayedBroker, client: Client) -> None:
         """It was stated already: the broker hears of it after its answer, before any other call."""
@@ -381,18 +324,6 @@ client.close()
         assert list(broker.hear("release").release.extent_ids) == [known_id]
         assert broker.hears_nothing()
         assert mapped_extents() == 0
-
-    def test_a_pool_gives_back_the_known_half(self, broker: PlayedBroker, client: Client) -> None:
-        """One request for both would be refused as a whole."""
-        pool = model(client).pool(page_size=PAGE)
-        caller = Caller(lambda: pool.allocate(0, 2 * PAGE))
-        ids = broker.lend(2)
-        caller.value()
-        broker.hang_up()
-        broker.resume(unknown_extent_ids=ids[:1])
-        until(lambda: not is_away(client))
-        pool.close()
-        assert list(broker.hear("release").release.extent_ids) == ids[1:]
 
     def test_the_inventory_of_many(self) -> None:
         """Striking what is not there returns what was, and the rest stays."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from typing import Any
@@ -61,34 +60,6 @@ class TestAnswers:
         assert caplog.text.count("a callback for recalls has failed") == 2
         assert repr(error)[:8] in caplog.text
 
-    def test_one_after_the_other(self, broker: PlayedBroker, served: Model) -> None:
-        """Two locations are asked for at once: the second callback begins when the first has returned."""
-        inside, most, places = [0], [0], []
-
-        def count(recall: Recall) -> None:
-            inside[0] += 1
-            most[0] = max(most[0], inside[0])
-            places.append(recall.location)
-            until(lambda: len(places) == 2 or len(served._recalls._open) == 2)
-            inside[0] -= 1
-
-        answering(broker, served, count)
-        recall(broker, 1)
-        recall(broker, 2, location=HOST)
-        assert [answer(broker).recall_id for _ in range(2)] == [1, 2]
-        assert (most, places) == ([1], ["device", "host"])
-
-    @pytest.mark.parametrize(
-        "wrong", [{"model": "tenants/red/models/other"}, {"location": 0}, {"location": 77}, {"size": 0}, {"size": -1}]
-    )
-    def test_a_recall_that_makes_no_sense(self, broker: PlayedBroker, served: Model, wrong: dict[str, Any]) -> None:
-        """Of a model without a callback, of no place, of nothing: all is kept, and the callback never hears of it."""
-        called: list[Recall] = []
-        answering(broker, served, called.append)
-        recall(broker, 1, **wrong)
-        assert answer(broker).recall_id == 1
-        assert called == []
-
     def test_more_recalls_than_a_broker_sends(
         self, broker: PlayedBroker, client: Client, served: Model, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -136,19 +107,6 @@ class TestDeferred:
         assert answer(broker).recall_id == 7
         assert broker.hears_nothing()
 
-    def test_the_oldest_is_pending(self, broker: PlayedBroker, served: Model) -> None:
-        answering(broker, served, lambda _: membroker.DEFERRED)
-        recall(broker, 9, location=HOST)
-        recall(broker, 3)
-        until(lambda: all(one.shown for one in served._recalls._open.values()) and len(served._recalls._open) == 2)
-        for place, recall_id in (("host", 9), ("device", 3)):
-            pending = served.pending_recall
-            assert pending is not None
-            assert pending.location == place
-            pending.done()
-            assert answer(broker).recall_id == recall_id
-        assert served.pending_recall is None
-
     def test_remaining_counts_this_model_and_place_only(
         self, broker: PlayedBroker, client: Client, served: Model
     ) -> None:
@@ -175,11 +133,6 @@ class TestDeferred:
             buffer(broker, client)[0].close()
             broker.hear("release")
             assert pending.remaining == 0
-
-
-def test_the_sentinel_has_a_name() -> None:
-    assert repr(membroker.DEFERRED) == "membroker.DEFERRED"
-    assert sys.modules["membroker.session.recalls"].DEFERRED is membroker.DEFERRED
 
 
 class TestSleep:

@@ -107,30 +107,18 @@ def test_they_go_without_the_callback(broker: PlayedBroker, client: Client, serv
         pool.view(PAGE, PAGE)
 
 
-def test_the_callback_is_asked_for_the_rest(broker: PlayedBroker, served: Model) -> None:
-    """Two pools have spare pages, of which one is at the host and stays."""
+def test_the_callback_is_asked_for_the_rest(broker: PlayedBroker, client: Client, served: Model) -> None:
+    """Of three pools with spare pages one is at the host, and one another model's: those stay."""
     remaining: list[int] = []
     pool = prepared(broker, served, 2)
-    kept = prepared(broker, served, 1, "host")
+    other = Model(client._session, resources_pb2.Model(name="tenants/red/models/other", virtual_capacity_bytes=1 << 30))
+    kept = [prepared(broker, served, 1, "host"), prepared(broker, other, 1)]
     answering(broker, served, lambda recall: remaining.append(recall.remaining))
     recall(broker, 1, 3 * PAGE)
     broker.hear("release")
     answer(broker)
     assert remaining == [PAGE]
-    assert (pool.stats().spare_pages, kept.stats().spare_pages) == (0, 1)
-
-
-def test_another_models_stay(broker: PlayedBroker, client: Client, served: Model) -> None:
-    other = Model(client._session, resources_pb2.Model(name="tenants/red/models/other"))
-    caller = Caller(lambda: other.pool(page_size=PAGE, virtual_capacity=64 * PAGE))
-    pool = caller.value()
-    caller = Caller(lambda: pool.prepare(PAGE))
-    broker.lend()
-    caller.value()
-    answering(broker, served, lambda _: None)
-    recall(broker, 1)
-    answer(broker)
-    assert pool.stats().spare_pages == 1
+    assert [one.stats().spare_pages for one in (pool, *kept)] == [0, 1, 1]
 
 
 def test_a_shared_pools_pages_go_too(broker: PlayedBroker, client: Client) -> None:
