@@ -232,26 +232,6 @@ def test_after_a_refusal_it_pauses(lender: Lender, monkeypatch: pytest.MonkeyPat
     assert not ahead.is_paused
 
 
-@pytest.mark.deep
-def test_a_refusal_is_felt_by_nobody(lender: Lender) -> None:
-    """Neither by the thread, which tries again later, nor by a call: that asks for itself."""
-    asked: list[bool] = []
-    borrow = lender.borrow
-
-    def refuse(*args: object, ahead: bool = False, **options: object) -> None:
-        asked.append(ahead)
-        if ahead:
-            raise OutOfMemory("others want it", "CAPACITY", {})
-        borrow(*args, **options)
-
-    lender.borrow = refuse  # type: ignore[method-assign,assignment]
-    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
-        until(lambda: len(asked) > 2)
-        assert all(asked)
-        pool.allocate_anywhere(PAGE)
-        assert asked.count(False) == 1
-
-
 def test_a_call_that_is_refused_takes_what_is_on_its_way(lender: Lender) -> None:
     """It counts against the same guarantee, and here it was the rest of it."""
     lender.capacity = PAGE
@@ -329,18 +309,6 @@ def test_what_another_page_refuses_is_refused_at_once(lender: Lender, asked_ahea
         assert not asked_ahead.waited.is_set()
 
 
-def test_ctrl_c_ends_the_wait(lender: Lender, asked_ahead: Held) -> None:
-    """The broker may be away."""
-    with a_pool(lender, is_ready=False) as pool:
-        assert asked_ahead.began.wait(DEADLINE_SECONDS)
-        asked_ahead.on_wait = lambda: signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            pool.allocate(0, PAGE)
-        asked_ahead.on_wait = asked_ahead.may_go_on.set
-        pool.allocate(0, PAGE)
-        assert pool.is_mapped(0)
-
-
 def test_pages_that_are_asked_for_are_not_borrowed_again_at_once(lender: Lender) -> None:
     """Others need the memory."""
     with a_pool(lender) as pool:
@@ -385,18 +353,6 @@ def test_what_is_too_many_goes_back(lender: Lender, looks_often: None) -> None:
         pool._ahead._taken = 0
         until(lambda: spare(pool) == 1)
         lender.driver.before_synchronize = lambda: None
-
-
-def test_prepared_pages_are_no_surplus(lender: Lender, looks_often: None) -> None:
-    """They are kept until they are taken, beside those that are borrowed ahead."""
-    with a_pool(lender) as pool:
-        pool.allocate(32 * PAGE, PAGE)
-        pool.prepare(16 * PAGE)
-        looks_again(pool)
-        assert spare(pool) == 20
-        pool.trim()
-        looks_again(pool)
-        assert spare(pool) == 0
 
 
 def test_only_what_was_prepared_and_not_taken_is_spared(lender: Lender) -> None:

@@ -18,18 +18,6 @@ def test_a_cell_for_each_page(lender: Lender) -> None:
             repr(pool),
             "|.#oP#s| # used, P pinned, s spare, o offloaded; a cell is 2.0 MiB",
         ]
-        html = pool._repr_html_()
-        assert html.count("<rect") == 5
-        assert "&lt;membroker.VirtualMemoryPool" in html
+        assert pool._repr_html_().count("<rect") == 5
         del span
     assert str(pool) == repr(pool)
-    assert "<rect" not in pool._repr_html_()
-
-
-def test_a_cell_shows_what_most_of_it_is(lender: Lender) -> None:
-    """At most 64 of them, however large the pool."""
-    with VirtualMemoryPool(lender, 512 * PAGE, PAGE) as pool:
-        pool.allocate(0, 257 * PAGE)
-        pool.free(10 * PAGE, 5 * PAGE)
-        line = str(pool).splitlines()[1]
-        assert line == f"|##.{'#' * 49}| # used; a cell is 10.0 MiB"

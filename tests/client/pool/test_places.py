@@ -8,16 +8,13 @@ from itertools import pairwise
 from typing import cast
 
 import pytest
-from tests.support.driver_errors import named
 from tests.support.fake_lender import PAGE, Lender, put, state, text
-from tests.support.garbage import collect
 from tests.support.seeds import chosen_seed
 from tests.support.sizes import MIB
 
 from membroker.errors import (
     AlreadyMapped,
     ClosedError,
-    DeviceFailure,
     InvalidRequest,
     NotMapped,
     Offloaded,
@@ -54,36 +51,6 @@ class TestAnywhere:
         assert state(pool, lender) == before
 
 
-class TestProtect:
-    def test_refusals_change_nothing(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        pool.allocate(0, 2 * PAGE)
-        before = state(pool, lender)
-        with pytest.raises(NotMapped):
-            pool.protect(PAGE, 2 * PAGE, "read")
-        for access in ("write", "READ", 1, None, ""):
-            with pytest.raises(InvalidRequest):
-                pool.protect(0, PAGE, access)
-        lender.driver.lost = True
-        with pytest.raises(DeviceFailure, check=named("CUDA_ERROR_ILLEGAL_ADDRESS")):
-            pool.protect(0, PAGE, "read")
-        lender.driver.lost = False
-        assert state(pool, lender) == before
-        pool.view(0, 2 * PAGE)[:] = bytes(2 * PAGE)
-
-
-class TestMappings:
-    def test_what_another_call_is_at(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """What is being borrowed is not there yet; what is being given back is still there."""
-        pool.allocate(0, 2 * PAGE)
-        seen: list[list[str]] = []
-        lender.driver.before_synchronize = lambda: seen.append([row.state for row in pool.mappings()])
-        pool.free(0, PAGE)
-        lender.before_borrow = lambda: seen.append([row.state for row in pool.mappings()])
-        pool.allocate(2 * PAGE, PAGE)
-        lender.driver.before_synchronize = lambda: None
-        assert seen == [["changing", "used"], ["used"]]
-
-
 class TestPin:
     def test_a_pin_keeps_a_closed_pool(self, lender: Lender) -> None:
         """A transfer runs at the address while the server shuts down."""
@@ -97,13 +64,6 @@ class TestPin:
         assert lender.used_bytes == 0
         with pytest.raises(ClosedError):
             pool.pin(0, PAGE).__enter__()
-
-    def test_it_ends_with_an_error_too(self, pool: VirtualMemoryPool) -> None:
-        pool.allocate(0, PAGE)
-        with pytest.raises(ZeroDivisionError), pool.pin(0, 1):
-            raise ZeroDivisionError
-        collect()
-        pool.free(0, PAGE)
 
 
 def table_of(count: int) -> PageTable:

@@ -7,9 +7,7 @@ import json
 import pickle
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from tests.support.fake_lender import PAGE, Lender
 from tests.support.garbage import collect
@@ -67,17 +65,6 @@ class TestFacts:
         assert pool.is_mapped(made.offset)
 
 
-def test_it_is_freed_after_a_fence(pool: VirtualMemoryPool, lender: Lender) -> None:
-    """And then waits for nothing else."""
-    lender.driver.before_synchronize = lambda: pytest.fail("it waited for the device")
-    waits: list[int] = []
-    fence = SimpleNamespace(synchronize=lambda: waits.append(pool.physical_usage_bytes))
-    pool.allocate(0, PAGE).free(after=fence)
-    pool.free(pool.grow(PAGE), after=fence)
-    assert (waits, pool.physical_usage_bytes) == ([PAGE, PAGE], 0)
-    lender.driver.before_synchronize = lambda: None
-
-
 class TestTensors:
     def test_an_array_over_it(self, pool: VirtualMemoryPool) -> None:
         pool.allocate(0, PAGE)
@@ -98,26 +85,6 @@ class TestTensors:
         made = pool.allocate(0, "1MiB")
         with pytest.raises(InvalidRequest, match="do not lie in a range of 1048576 bytes"):
             made.tensor((1 << 18,), "float32", framework, offset=offset)
-
-    def test_torch_by_default(self, pool: VirtualMemoryPool) -> None:
-        torch = pytest.importorskip("torch")
-        made = pool.allocate_anywhere(PAGE)
-        tensor = made.tensor((4, 4), torch.bfloat16)
-        assert (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape)) == (made, torch.bfloat16, (4, 4))
-
-    def test_other_frameworks_are_refused(self, pool: VirtualMemoryPool) -> None:
-        with pytest.raises(InvalidRequest, match=r"'numpy', 'torch', 'jax', not 'tensorflow'"):
-            pool.grow(PAGE).tensor((1,), "F32", "tensorflow")
-
-
-def test_a_size_may_be_the_product_of_a_shape(pool: VirtualMemoryPool) -> None:
-    """What `np.prod` returns is no int, for Python and for mypy."""
-    shape = (1024, 512)
-    size = np.prod(shape) * np.dtype("float32").itemsize
-    first, second = pool.allocate_anywhere(size), pool.allocate(size, size)
-    assert (first.nbytes, second.offset, second.nbytes) == (PAGE, PAGE, PAGE)
-    pool.free(np.int64(0), size)
-    assert pool.stats().mapped_pages == 1
 
 
 def test_it_keeps_the_pool(lender: Lender) -> None:

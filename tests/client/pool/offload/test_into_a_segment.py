@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from tests.client.pool.offload.pages import digest, fill, sizes
@@ -18,7 +16,6 @@ from tests.support.seeds import chosen_seed
 import membroker
 from membroker import Client, Model
 from membroker.errors import AlreadyMapped, ClosedError, InvalidRequest, Offloaded
-from membroker.interrupts import Condition
 
 
 def run(offset: int) -> str:
@@ -213,30 +210,6 @@ wait()
         assert is_whole(pool, 4)
         segment.delete()
 
-    def test_a_new_pool_borrows_ahead(self, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What the library borrows at the segment's offsets meanwhile is in nobody's way."""
-        began, waited, wait = threading.Event(), threading.Event(), Condition.wait
-        model = client.model("m", virtual_capacity="1GiB")
-        _, segment = offloaded(model)
-        pool = model.pool(page_size=PAGE, ahead=8)
-        source, borrow = pool._backing._source, pool._backing._source.borrow
-
-        def slow(*args: Any, ahead: bool = False, **options: Any) -> None:
-            if ahead:
-                began.set()
-                assert waited.wait(DEADLINE_SECONDS)
-            borrow(*args, ahead=ahead, **options)
-
-        def noticed(condition: Condition, seconds: float | None = None) -> None:
-            waited.set()
-            wait(condition, seconds)
-
-        monkeypatch.setattr(source, "borrow", slow)
-        assert began.wait(DEADLINE_SECONDS)
-        monkeypatch.setattr(Condition, "wait", noticed)
-        assert pool.restore_from(segment) == 4 * PAGE
-        segment.delete()
-
     def test_no_room_to_come_back(self, client: Client) -> None:
         """What has not come back is the new pool's, offloaded, and lies in the segment until there is room."""
         model = client.model("small", limit="8MiB")
@@ -283,19 +256,6 @@ wait()
         del view
         assert pool.offload(to=segment) == 4 * PAGE
         assert not segment.writable
-
-    def test_a_view_that_is_taken_meanwhile(self, model: Model) -> None:
-        """The seal is refused, and everything is in the segment: who lets the view go seals it himself."""
-        pool = filled(model, 4)
-        segment = room_for(pool, model)
-        views: list[memoryview] = []
-        with pytest.raises(BufferError):
-            pool.offload(to=segment, progress=lambda *_: views.append(segment.view()))
-        assert sizes(pool) == (0, 4)
-        views.clear()
-        segment.seal()
-        assert pool.restore() == 4 * PAGE
-        assert is_whole(pool, 4)
 
     def test_what_lies_in_a_segment_is_not_written_over(
         self, model: Model, random_bytes: Callable[[int], bytes]

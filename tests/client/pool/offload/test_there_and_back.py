@@ -50,13 +50,6 @@ class TestThereAndBack:
         assert pool.offload(0, 7 * PAGE) == pool.restore() == 7 * PAGE
         assert digest(pool, *offsets) == before
 
-    def test_nothing_to_do(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """Of a pool without pages nothing is copied, charged or told."""
-        lender.host_capacity = 0
-        told: list[object] = []
-        assert pool.offload(progress=lambda *numbers: told.append(numbers)) == pool.restore() == 0
-        assert told == []
-
     def test_a_pool_of_pages_larger_than_a_chunk(self, lender: Lender, random_bytes: Callable[[int], bytes]) -> None:
         with VirtualMemoryPool(lender, "64MiB", "16MiB") as pool:
             pool.allocate(0, "48MiB")
@@ -258,16 +251,15 @@ def test_ranges_outside(pool: VirtualMemoryPool, offset: int, size: int | None) 
             call(offset, size)
 
 
-@pytest.mark.parametrize(("words", "message"), [({"progress": True}, "progress"), ({"to": "llama/kv"}, "'llama/kv'")])
-def test_words_that_are_none(pool: VirtualMemoryPool, words: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("words", [{"progress": True}, {"to": "llama/kv"}])
+def test_words_that_are_none(pool: VirtualMemoryPool, words: dict[str, Any]) -> None:
     """As other libraries take them: a bar that is to be shown, a segment by its name. Nothing is copied."""
     pool.allocate(0, 4 * PAGE)
-    with pytest.raises(InvalidRequest, match=message):
+    with pytest.raises(InvalidRequest):
         pool.offload(**words)
     assert sizes(pool) == (4, 0)
-    segment = words.get("to", "llama/kv")
-    with pytest.raises(InvalidRequest, match=message):
-        pool.restore_from(segment, progress=words.get("progress"))
+    with pytest.raises(InvalidRequest):
+        pool.restore_from("llama/kv")
 
 
 def test_another_call_is_at_a_page(pool: VirtualMemoryPool, lender: Lender) -> None:
