@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import pytest
 from tests.support.fake_lender import PAGE, Lender
@@ -33,22 +34,18 @@ def state(buffer: GrowableBuffer, lender: Lender) -> tuple[object, ...]:
 
 
 class TestSize:
-    def test_a_new_buffer(self, lender: Lender) -> None:
-        """A cache begins with what its first request needs, and with addresses for the longest one there may be."""
-        with GrowableBuffer(lender, "3MiB", "100MiB", "2MiB") as buffer:
-            assert (buffer.size, buffer.page_size) == (3 * MIB, PAGE)
-            assert (buffer.capacity, buffer.physical_usage_bytes) == (100 * MIB, 2 * PAGE)
-            assert lender.lent_bytes == lender.used_bytes == 2 * PAGE
-            assert "3.0 MiB of 100.0 MiB" in repr(buffer)
-            assert len(buffer.view()) == 3 * MIB
-        assert buffer.closed
-
     def test_pages_come_and_go_with_the_bytes(self, buffer: GrowableBuffer, lender: Lender) -> None:
         """Whole pages are charged, and only those that a byte in use lies in."""
         for size, pages in ((1, 1), (PAGE, 1), (PAGE + 1, 2), (7 * PAGE, 7), (3 * PAGE + 1, 4), (3 * PAGE, 3), (0, 0)):
             buffer.resize(size)
             assert buffer.size == size == len(buffer.view())
             assert buffer.physical_usage_bytes == lender.lent_bytes == lender.used_bytes == pages * PAGE
+
+    def test_what_it_is_made_with(self, lender: Lender) -> None:
+        """A cache begins with what its first request needs, and with addresses for the longest one there may be."""
+        with GrowableBuffer(lender, "3MiB", "100MiB", "2MiB") as buffer:
+            assert (buffer.size, buffer.capacity, buffer.page_size) == (3 * MIB, 100 * MIB, PAGE)
+            assert buffer.physical_usage_bytes == lender.lent_bytes == 2 * PAGE
 
     def test_within_a_page_nobody_is_asked(self, buffer: GrowableBuffer, lender: Lender) -> None:
         """A list that appends a few bytes at a time costs a call once in a page."""
@@ -126,16 +123,6 @@ class TestBytes:
         del seen
         buffer.resize(0)
 
-    def test_a_span_of_the_first_bytes_lets_the_others_go(self, buffer: GrowableBuffer, lender: Lender) -> None:
-        buffer.resize(3 * PAGE)
-        first = buffer.span(0, PAGE + 1)
-        buffer.resize(PAGE + 1)
-        assert lender.used_bytes == 2 * PAGE
-        with pytest.raises(BufferError):
-            buffer.shrink(1)
-        assert (first.address, first.size) == (buffer.address, PAGE + 1)
-        del first
-
 
 class TestRefused:
     @pytest.mark.parametrize("size", [-1, 2**63, 2**64, "", "-1MiB", "1.5B", None, 1.5, True, b"1"])
@@ -171,27 +158,22 @@ class TestRefused:
             buffer.span(offset, size)
         assert buffer.span(10, 0).address == buffer.address + 10
 
-    @pytest.mark.parametrize("page_size", [0, 1, 4096, MIB, 3 * MIB, PAGE + 1, "1MiB", -PAGE, "a page", None])
-    def test_page_sizes_that_are_none(self, lender: Lender, page_size: int) -> None:
-        with pytest.raises(InvalidPageSize):
-            GrowableBuffer(lender, 0, CAPACITY, page_size)
-
-    @pytest.mark.parametrize("capacity", [0, -1, 2**63, 2**63 - 1, "much", None])
-    def test_capacities_that_are_none(self, lender: Lender, capacity: int) -> None:
-        with pytest.raises(InvalidRequest):
-            GrowableBuffer(lender, 0, capacity, PAGE)
-
-    def test_what_cannot_be_had(self, lender: Lender) -> None:
-        """More addresses than the processor has, more bytes than addresses, no such place: nothing is held."""
-        with pytest.raises(DeviceFailure):
-            GrowableBuffer(lender, 0, 2**62, PAGE)
-        with pytest.raises(InvalidRequest):
-            GrowableBuffer(lender, 2 * PAGE + 1, 2 * PAGE, PAGE)
-        with pytest.raises(InvalidRequest):
-            GrowableBuffer(lender, 0, PAGE, PAGE, "moon")
+    @pytest.mark.parametrize(
+        ("wrong", "error"),
+        [
+            *(({"page_size": size}, InvalidPageSize) for size in (0, 3 * MIB, PAGE + 1, -PAGE, "a page")),
+            *(({"capacity": size}, InvalidRequest) for size in (0, -1, 2**63 - 1, 2**63, "much")),
+            ({"size": CAPACITY + 1}, InvalidRequest),
+            ({"location": "moon"}, InvalidRequest),
+            ({"capacity": 2**62}, DeviceFailure),
+            ({"size": 2 * PAGE}, OutOfMemory),
+        ],
+    )
+    def test_what_cannot_be_had(self, lender: Lender, wrong: dict[str, Any], error: type[Exception]) -> None:
+        """Also more addresses than the processor has, more bytes than addresses, and more than there is."""
         lender.capacity = PAGE
-        with pytest.raises(OutOfMemory):
-            GrowableBuffer(lender, PAGE + 1, CAPACITY, PAGE)
+        with pytest.raises(error):
+            GrowableBuffer(lender, **({"size": 0, "capacity": CAPACITY, "page_size": PAGE} | wrong))
         assert lender.holdings == set()
 
 

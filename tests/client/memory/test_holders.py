@@ -13,8 +13,6 @@ from tests.support.garbage import collect
 
 from membroker.dlpack import export
 from membroker.memory.buffer import Buffer
-from membroker.memory.growable import GrowableBuffer
-from membroker.memory.sparse import SparseArray
 from membroker.pool.pool import VirtualMemoryPool
 
 
@@ -38,31 +36,12 @@ def test_a_pool_names_the_line(lender: Lender) -> None:
         assert repr(pool).endswith("backed>")
 
 
-def test_many_views_are_counted_and_few_are_named(lender: Lender) -> None:
-    with GrowableBuffer(lender, 2 * PAGE, 4 * PAGE, PAGE) as buffer:
-        views = [buffer.view() for _ in range(3)]
-        with pytest.raises(BufferError, match=r"3 views \(view\(\) at test_holders\.py:\d+, …\)"):
-            buffer.shrink(PAGE)
-        views.append(buffer.view()[:3])
-        del views
-
-
-def test_a_sparse_array_names_it(lender: Lender) -> None:
-    with SparseArray(lender, (10, 256), "F32") as table:
-        table.write(0, b"\1" * 1024)
-        span, at = table.span(0, 4), line()
-        with pytest.raises(BufferError, match=rf"still used by .*span\(\) at test_holders\.py:{at}"):
-            table.drop(0)
-        assert f"kept by 1 view (span() at test_holders.py:{at})" in repr(table)
-        del span
-
-
 def test_a_closed_buffer_says_why_it_is_still_charged(lender: Lender) -> None:
     buffer = Buffer(lender, 100)
-    view, at = buffer.view(), line()
+    views = [buffer.view() for _ in range(3)]
     buffer.close()
-    assert repr(buffer) == f"<membroker.Buffer of 100 bytes, closed, kept by 1 view (view() at test_holders.py:{at})>"
-    del view
+    assert "closed, kept by 3 views (view() at test_holders.py:" in repr(buffer)
+    views.clear()
     collect()
     assert repr(buffer) == "<membroker.Buffer of 100 bytes, closed>"
 
