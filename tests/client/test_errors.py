@@ -102,26 +102,15 @@ def test_errors_travel(kind: type[Exception], way: Callable[[Exception], Excepti
     assert [getattr(arrived, name) for name in told] == [getattr(error, name) for name in told]
 
 
-def test_an_error_that_was_told_more_travels() -> None:
-    """An offload that stopped half way has added to the sentence: the class is not asked to make it anew."""
-    error = membroker.OutOfVirtualMemory(8, 5)
-    error.args = (f"{error}; 2 MiB are restored",)
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)
-
-
 @pytest.mark.parametrize(
     ("mine", "builtin"),
     [
         (membroker.OutOfMemory, MemoryError),
         (membroker.BrokerUnavailable, ConnectionError),
-        (membroker.SessionLost, membroker.BrokerUnavailable),
         (membroker.AccessDenied, PermissionError),
         (membroker.InvalidRequest, ValueError),
-        (membroker.InvalidPageSize, membroker.InvalidRequest),
-        (membroker.InvalidOffset, membroker.InvalidRequest),
         (membroker.NotFound, LookupError),
         (membroker.DescriptorLimit, OSError),
-        (membroker.SegmentNotFound, membroker.NotFound),
         (membroker.SegmentNotSealed, TimeoutError),
     ],
 )

@@ -14,7 +14,6 @@ from tests.support.fake_lender import PAGE, Lender
 import membroker
 from membroker import record, recording
 from membroker.errors import InvalidRequest, OutOfMemory
-from membroker.memory import lifetime
 from membroker.memory.buffer import Buffer
 from membroker.memory.region import Region
 from membroker.pool.pool import VirtualMemoryPool
@@ -127,25 +126,6 @@ def test_one_at_a_time(pool: VirtualMemoryPool) -> None:
     assert State.recording is None
     pool.grow(1)
     assert one.events() == []
-
-
-def test_it_may_end_while_another_thread_maps(pool: VirtualMemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was on when the pool looked, and is off afterwards."""
-    with record() as one:
-        pass
-    looks = iter([one])
-
-    class Ending(type):
-        @property
-        def recording(cls) -> recording.Timeline | None:
-            return next(looks, None)
-
-    class EndingState(metaclass=Ending):
-        pass
-
-    monkeypatch.setattr(lifetime, "State", EndingState)
-    pool.grow(PAGE)
-    assert [event.size for event in one.events()] == [PAGE]
 
 
 def data_of(path: Path) -> dict[str, list[list[object]]]:

@@ -221,16 +221,6 @@ def test_an_array_keeps_the_memory() -> None:
     assert not views.any()
 
 
-def test_an_array_holds_an_export() -> None:
-    """A bytearray may not move while an array shows it."""
-    header, index = write_index({"x": ("U8", (4,))})
-    memory = bytearray(header + bytes(4))
-    array = numpy_array(memoryview(memory), index["x"])
-    with pytest.raises(BufferError):
-        memory.clear()
-    assert array.tolist() == [0, 0, 0, 0]
-
-
 def test_a_refused_view_can_be_released() -> None:
     """Whoever opened a segment that is none closes it again, while the error is still in his hands."""
     memory = bytearray(b"x" * 100)
@@ -295,13 +285,6 @@ def test_an_info_of_something_else(info: TensorInfo, words: str) -> None:
         numpy_array(memoryview(bytes(16)), info)
 
 
-def test_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    header, index = write_index({"x": ("U8", (1,))})
-    monkeypatch.setitem(sys.modules, "numpy", None)
-    with pytest.raises(ImportError, match="pip install numpy"):
-        numpy_array(memoryview(header + b"x"), index["x"])
-
-
 @pytest.mark.parametrize(("text", "code"), NUMPY_DTYPES.items())
 def test_dtype_of(text: str, code: str) -> None:
     assert dtype_of(np.zeros(3, code)) == text
@@ -311,72 +294,41 @@ def test_dtype_of(text: str, code: str) -> None:
             dtype_of(np.zeros(3, code).astype(f">{code}"))
 
 
-@pytest.mark.parametrize("other", ["g", "c16", "U3", "S3", "O", "M8[s]", [("a", "f4")]])
-def test_dtype_of_what_the_format_has_not(other: Any) -> None:
-    with pytest.raises(InvalidRequest):
-        dtype_of(np.zeros(3, other))
-
-
 # --- what is refused ---
 
 DEEP = b'{"x":' + b"[" * 100_000
 HUGE = (1 << 63) - 1
 REFUSED: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "0 bytes are too short"),
-    "seven bytes": (bytes(7), "7 bytes are too short"),
     "fresh memory": (bytes(4096), "length is 0: no index was written here"),
     "a length above the bound": ((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}", "100000001 bytes, more than"),
-    "the longest length": (b"\xff" * 8 + b"{}", "18446744073709551615 bytes, more than 100000000"),
     "a length beyond the view": ((3).to_bytes(8, "little") + b"{}", "3 bytes, of which 2 are there"),
-    "the longest allowed length": (MAX_HEADER_BYTES.to_bytes(8, "little") + b"{}", "of which 2 are there"),
-    "a space first": (image_of(b" {}"), "begins with b' ', not with a brace"),
     "a list": (image_of(b"[]"), r"begins with b'\['"),
-    "a byte order mark": (image_of(b"\xef\xbb\xbf{}"), "begins with"),
     "no UTF-8": (image_of(b'{"\xff":0}'), "not UTF-8: invalid start byte at byte 10"),
     "no JSON": (image_of(b'{"x":}'), "not JSON: Expecting value, at its character 5"),
-    "half of it": (image_of(b'{"x":{'), "not JSON"),
     "something behind it": (image_of(b"{}{}"), "not JSON: Extra data"),
-    "zeros behind it": (image_of(b"{}\0\0"), "not JSON: Extra data"),
     "deep lists": (image_of(DEEP), "nested too deeply"),
     "deep objects": (image_of(b'{"x":' * 100_000), "nested too deeply"),
     "a name twice": (image_of(b'{"x":1,"y":2,"x":1}'), "name 'x' 2 times"),
-    "a field twice": (image_of(b'{"x":{"shape":[2],"shape":[3]}}'), "name 'shape' 2 times"),
-    "a metadatum twice": (image_of(b'{"__metadata__":{"a":"1","a":"2"}}'), "name 'a' 2 times"),
     "an escaped name twice": (image_of(b'{"a":1,"\\u0061":2}'), "name 'a' 2 times"),
     "metadata of numbers": (image_of({"__metadata__": {"a": 1}}), "__metadata__ must be an object of text"),
-    "metadata null": (image_of({"__metadata__": None}), "__metadata__ must be an object of text, not None"),
-    "metadata nested": (image_of({"__metadata__": {"a": {}}}), "__metadata__ must be an object of text"),
-    "half a pair in metadata": (image_of(b'{"__metadata__":{"a":"\\ud800"}}'), "object of text"),
     "half a pair in a name": (image_of({"\udc00": entry()}, 2), "half a surrogate pair"),
     "an entry that is a list": (image_of({"x": ["U8", [2], [0, 2]]}, 2), "'x' must have exactly"),
-    "an entry that is null": (image_of({"x": None}, 2), "'x' must have exactly"),
-    "no shape": (image_of({"x": {"dtype": "U8", "data_offsets": [0, 2]}}, 2), "'x' must have exactly"),
     "a field too many": (image_of({"x": {**entry(), "more": 1}}, 2), "'x' must have exactly"),
     "an unknown dtype": (image_of({"x": entry("C128")}, 2), "'x' has the dtype 'C128'"),
-    "a dtype in small letters": (image_of({"x": entry("u8")}, 2), "'x' has the dtype 'u8'"),
-    "a dtype that is a list": (image_of({"x": entry(["U8"])}, 2), "'x' has the dtype"),
-    "a shape that is a number": (image_of({"x": entry(shape=2)}, 2), "'x' has the shape 2"),
     "a dimension of true": (image_of({"x": entry(shape=[True, 2])}, 2), r"'x' has the shape \[True, 2\]"),
-    "a dimension of text": (image_of({"x": entry(shape=["2"])}, 2), "'x' has the shape"),
     "a fraction": (image_of({"x": entry(shape=[2.0])}, 2), "the number '2.0'"),
-    "an exponent": (image_of(b'{"x":{"shape":[1e400]}}'), "the number '1e400'"),
     "not a number": (image_of(b'{"x":{"shape":[NaN]}}'), "the number 'NaN'"),
     "a negative dimension": (image_of({"x": entry(shape=[-2])}, 2), r"'x' has the shape \[-2\]"),
-    "two negative dimensions": (image_of({"x": entry(shape=[-2, -1])}, 2), "'x' has the shape"),
     "negative zero": (image_of(b'{"x":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}'), "the number '-0'"),
     "a dimension of 2^63": (image_of({"x": entry(shape=[HUGE + 1])}, 2), "'x' has the shape"),
     "a number of 5000 digits": (image_of(b'{"x":{"shape":[' + b"9" * 5000 + b"]}}"), "the number '999"),
     "2^64 elements": (image_of({"x": entry(shape=[1 << 32, 1 << 32], offsets=[0, 0])}), "more than 2\\^63-1 bytes"),
     "2^63 bytes": (image_of({"x": entry("F64", [1 << 60], [0, 0])}), "more than 2\\^63-1 bytes"),
-    "much too large but empty": (image_of({"x": entry(shape=[0, HUGE, HUGE], offsets=[0, 0])}), "more than 2"),
     "a nibble too few": (image_of({"x": entry("F4", [3], [0, 2])}, 2), "12 bits, packed"),
-    "offsets of text": (image_of({"x": entry(offsets="02")}, 2), "'x' has data_offsets '02'"),
-    "three offsets": (image_of({"x": entry(offsets=[0, 2, 2])}, 2), "'x' has data_offsets"),
-    "offsets of false": (image_of({"x": entry(offsets=[False, 2])}, 2), "'x' has data_offsets"),
     "a negative offset": (image_of({"x": entry(offsets=[-2, 0])}, 2), "'x' has data_offsets"),
     "offsets backwards": (image_of({"x": entry(offsets=[2, 0])}, 2), "-2 bytes by its data_offsets"),
     "too few bytes": (image_of({"x": entry(offsets=[0, 1])}, 2), "1 bytes by .* 0 and 1, and 2 by .* U8 and shape"),
-    "too many bytes": (image_of({"x": entry("F32", [1], [0, 8])}, 8), "8 bytes by"),
     "a hole first": (
         image_of({"x": entry(offsets=[1, 3])}, 3),
         "'x' leaves a hole after 'the header': .*byte 69, not 68",
@@ -386,7 +338,6 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "the same bytes": (image_of({"x": entry(), "y": entry()}, 4), "'y' overlaps 'x'"),
     "nothing inside another": (image_of({"x": entry(), "y": entry(shape=[0], offsets=[1, 1])}, 4), "overlaps 'x'"),
     "a byte beyond the view": (image_of({"x": entry()}, 1), r"'x' ends at byte 70; there are 69"),
-    "far beyond the view": (image_of({"x": entry(shape=[HUGE], offsets=[0, HUGE])}, 1), "'x' ends at byte"),
 }
 
 
@@ -421,10 +372,6 @@ def test_a_lower_bound() -> None:
 # The arguments are made in the test: a big header would be made at import, and a surrogate breaks the test's name.
 UNWRITABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype": (lambda: write_index({"x": ("f4", (2,))}), "'x': 'f4' is not a dtype"),
-    "negative dimension": (lambda: write_index({"x": ("F32", (-1,))}), "'x': a shape is whole numbers"),
-    "dimension of true": (lambda: write_index({"x": ("F32", (True,))}), "'x': a dimension is a whole number"),
-    "no shape": (lambda: write_index({"x": ("F32", 5)}), "'x': a shape is a sequence"),  # type: ignore[dict-item]
-    "no pair": (lambda: write_index({"x": "F32"}), "'x' is a dtype and a shape, not 'F32'"),  # type: ignore[dict-item]
     "too large": (lambda: write_index({"x": ("F32", (1 << 62,))}), "more than 2\\^63-1 bytes"),
     "too large together": (
         lambda: write_index({"x": ("U8", (HUGE,)), "y": ("U8", (HUGE,))}),
@@ -436,7 +383,6 @@ UNWRITABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "half a pair": (lambda: write_index({"\ud800": ("U8", (1,))}), "cannot have the name"),
     "metadata": (lambda: write_index({}, {"a": 1}), "metadata is text by text, not 1 by 'a'"),  # type: ignore[dict-item]
     "alignment of 4": (lambda: write_index({}, alignment=4), "power of two of at least 8 bytes, not 4"),
-    "alignment of 24": (lambda: write_index({}, alignment=24), "power of two of at least 8"),
     "long header": (lambda: write_index({}, {"a": "x" * MAX_HEADER_BYTES}), "the format allows 100000000"),
 }
 

@@ -18,14 +18,13 @@ from tests.support.garbage import collect
 from tests.support.sizes import GIB, MIB
 from tests.support.threads import together
 
-from membroker import LocalSource, SharedMemoryPool, VirtualMemoryPool
+from membroker import LocalSource, SharedMemoryPool
 from membroker.errors import (
     DeviceFailure,
     InvalidOffset,
     ModelAlreadyExists,
     ModelInUse,
     ModelNotFound,
-    NotMapped,
     OutOfMemory,
     OutOfVirtualMemory,
 )
@@ -74,26 +73,6 @@ class TestSeed:
             shared.deallocate_for_model("llama-7b", 0, "64MiB")
             shared.unregister_model("gpt2")
             assert shared.global_stats() == GlobalMemoryStats(128 * MIB, 0, 1)
-
-    def test_simple_usage(self, source: LocalSource) -> None:
-        """The seed's example of one pool: a large capacity, two allocations, what is mapped, and all released."""
-        with VirtualMemoryPool(source, 128 * GIB, 2 * MIB) as pool:
-            assert (pool.capacity, pool.page_size, pool.physical_usage_bytes) == (128 * GIB, 2 * MIB, 0)
-            first = pool.allocate(0, 64 * MIB)
-            second = pool.allocate(GIB, 32 * MIB)
-            assert (first, second) == (pool.base_address, pool.base_address + GIB)
-            assert pool.physical_usage_bytes == 96 * MIB
-            assert [pool.is_mapped(offset) for offset in (0, 64 * MIB, GIB)] == [True, False, True]
-            stats = pool.stats()
-            assert (stats.virtual_capacity_bytes, stats.physical_usage_bytes, stats.mapped_pages) == (
-                128 * GIB,
-                96 * MIB,
-                48,
-            )
-            pool.free(0, 64 * MIB)
-            assert [(move.old_offset, move.new_offset, move.size) for move in pool.compact()] == [(GIB, 0, 32 * MIB)]
-            pool.free(0, 32 * MIB)
-            assert pool.physical_usage_bytes == 0
 
     def test_a_model_is_registered_once(self, shared: SharedMemoryPool) -> None:
         shared.allocate_for_model("gpt2", PAGE)
@@ -161,18 +140,6 @@ class TestFaultsOfTheSeed:
                 with pytest.raises((OutOfVirtualMemory, OutOfMemory)):
                     shared.allocate_for_model("gpt2", too_much)
             assert shared.global_stats().physical_usage_bytes == source.physical_usage_bytes == 2 * PAGE
-
-    def test_usage_counts_the_pages_touched(self, shared: SharedMemoryPool, source: LocalSource) -> None:
-        """There usage is the rounded size; a range over a border touches one page more, and the sums drift apart."""
-        shared.allocate_for_model("gpt2", 1)
-        shared.allocate_for_model("gpt2", PAGE + 1)
-        assert shared.global_stats().physical_usage_bytes == source.physical_usage_bytes == 3 * PAGE
-        shared.deallocate_for_model("gpt2", 2 * PAGE - 1, 2)  # two bytes, and two pages
-        assert shared.global_stats().physical_usage_bytes == source.physical_usage_bytes == PAGE
-        with pytest.raises(NotMapped):
-            shared.deallocate_for_model("gpt2", 0, 3 * PAGE)
-        shared.deallocate_for_model("gpt2", PAGE - 1, 1)
-        assert shared.global_stats().physical_usage_bytes == source.physical_usage_bytes == 0
 
     def test_unregistering_counts_right(self, shared: SharedMemoryPool, source: LocalSource) -> None:
         """There the sum after an unregistration is wrong. Here what the model held is the others' again."""

@@ -21,8 +21,6 @@ from tests.support.sizes import MIB, PAGE
 import membroker
 from membroker import LocalSource, VirtualMemoryPool
 from membroker.errors import ThreadLimit
-from membroker.kv import ElasticCache, Layout, Strided
-from membroker.kv.rank import Rank
 from membroker.threads import start_thread
 
 _start = threading.Thread.start
@@ -129,29 +127,6 @@ def test_a_pool_that_borrows_ahead(limit: Limit) -> None:
         limit.left = None
         with VirtualMemoryPool(source, "1GiB", page_size=PAGE, ahead=2) as pool:
             pool.allocate(0, PAGE)
-
-
-@pytest.mark.parametrize("left", [0, 1])
-def test_a_cache(limit: Limit, left: int) -> None:
-    """It has asked for memory by then: the pool has it back."""
-    with LocalSource("host") as source, VirtualMemoryPool(source, 8 * PAGE, page_size=PAGE) as pool:
-        layout = Layout(pool.base_address, PAGE, 16, [Strided(pool.base_address, MIB, MIB)])
-        limit.left = left
-        refused(lambda: ElasticCache(pool, layout))
-        assert pool.physical_usage_bytes == 0
-        limit.left = None
-        ElasticCache(pool, layout).close()
-
-
-def test_a_rank(broker: PlayedBroker, limit: Limit) -> None:
-    with broker.connect() as client:
-        with VirtualMemoryPool(model(client), 8 * PAGE, page_size=PAGE) as pool:
-            before = descriptors()
-            limit.left = 0
-            refused(lambda: Rank(pool, lambda: 0))
-            assert descriptors() == before
-        line(client)._timeout = 0.01
-        broker.hang_up()
 
 
 def test_grpc_would_end_the_process() -> None:
