@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from tests.support.fake_lender import PAGE, FlakyDriver
+from tests.support.fake_lender import PAGE
 
 from membroker.errors import ClosedError, ProtocolError
 from membroker.memory.buffer import Buffer
 from membroker.memory.lifetime import MappedMemory, Placing
 from membroker.memory.local_source import LocalSource
 from membroker.memory.region import Region
-from membroker.vmm.driver import DriverError, Handle, Location
+from membroker.vmm.driver import Handle, Location
 from membroker.vmm.host.driver import HostDriver
 
 
@@ -105,44 +105,6 @@ def test_extents_side_by_side(driver: HostDriver) -> None:
     assert region.runs() == [(PAGE, PAGE)]
     assert driver.memory(Location.DEVICE).used == PAGE
     clear(region)
-
-
-def test_runs(driver: HostDriver) -> None:
-    region, handles = reserved(driver, 8 * PAGE), created(driver, 1, 1, 1)
-    for place, handle in zip((0, 1, 5), handles, strict=True):
-        bind(region, place * PAGE, [handle])
-    release(driver, handles)
-    assert region.runs() == [(0, 2 * PAGE), (5 * PAGE, PAGE)]
-    with pytest.raises(DriverError):
-        region.close()
-    clear(region)
-    with pytest.raises(DriverError):
-        driver.unreserve(region.address, region.size)
-
-
-def test_a_failed_bind_leaves_nothing(driver: HostDriver) -> None:
-    """The third extent does not fit: the first two are unmapped again, and their place is free for others."""
-    region, handles = reserved(driver, 2 * PAGE), created(driver, 1, 1, 1)
-    with pytest.raises(DriverError):
-        bind(region, 0, handles)
-    assert region.runs() == []
-    bind(region, 0, handles[:2])
-    release(driver, handles)
-    clear(region)
-
-
-def test_access_refused_leaves_nothing() -> None:
-    """The device cannot give access: what was mapped for it is unmapped."""
-    driver = FlakyDriver()
-    region, handles = reserved(driver, 2 * PAGE), created(driver, 1, 1)
-    driver.lost = True
-    with pytest.raises(DriverError):
-        bind(region, 0, handles)
-    release(driver, handles)
-    assert driver.memory(Location.DEVICE).used == 0
-    assert region.runs() == []
-    region.close()
-    driver.close()
 
 
 def test_over_something_mapped(driver: HostDriver) -> None:

@@ -14,7 +14,7 @@ from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_lender import PAGE, Lender
 from tests.support.garbage import collect
 
-from membroker.errors import AlreadyMapped, InvalidRequest, OutOfMemory
+from membroker.errors import InvalidRequest, OutOfMemory
 from membroker.interrupts import Condition
 from membroker.pool import ahead as ahead_module
 from membroker.pool.ahead import Ahead
@@ -286,27 +286,6 @@ def test_a_call_waits_for_pages_that_are_on_their_way(
         call(pool)
         assert asked_ahead.waited.is_set()
         assert pool.stats().mapped_pages >= 1
-
-
-def test_shrink_undoes_a_grow_beside_pages_on_their_way(lender: Lender, asked_ahead: Held) -> None:
-    """Pages that the library borrows behind the highest allocated one are not allocated."""
-    with VirtualMemoryPool(lender, 64 * PAGE, PAGE) as pool:
-        pool.grow(2 * PAGE)
-        pool._backing._ahead = ahead = Ahead(4, PAGE)
-        ahead.start(pool._backing.keep_ahead)
-        assert asked_ahead.began.wait(DEADLINE_SECONDS)
-        pool.shrink(2 * PAGE)
-        assert not asked_ahead.waited.is_set()
-
-
-def test_what_another_page_refuses_is_refused_at_once(lender: Lender, asked_ahead: Held) -> None:
-    """Pages on their way change nothing about a page that is allocated."""
-    with a_pool(lender, is_ready=False) as pool:
-        assert asked_ahead.began.wait(DEADLINE_SECONDS)
-        pool.allocate(8 * PAGE, PAGE)
-        with pytest.raises(AlreadyMapped):
-            pool.allocate(8 * PAGE, PAGE)
-        assert not asked_ahead.waited.is_set()
 
 
 def test_pages_that_are_asked_for_are_not_borrowed_again_at_once(lender: Lender) -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Collection
 
 import pytest
 from tests.client.session.taking import Begun, Pair, Taker, allocate, granted
 from tests.support.daemons import until
 from tests.support.fake_broker import Caller, PlayedEnd
-from tests.support.seeds import chosen_seed
 
 from membroker.errors import BrokerUnavailable, OutOfMemory
 from membroker.session.connection import Connection
-from membroker.session.inventory import Inventory
-from membroker.session.machine import MOST_PATIENT, Call, Calls, releases
+from membroker.session.machine import MOST_PATIENT, releases
 from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
-from membroker.wire.names import MAX_CALLS_PER_SESSION
 
 
 def in_front(connection: Connection) -> int:
@@ -131,52 +126,3 @@ def test_only_the_thread_of_a_packet_wakes(pair: Pair) -> None:
     until(lambda: len(pair[0]._changed.waiting) == MOST_PATIENT - 1)
     grant_all(pair[1], calls[::-1])
     assert pair[0]._reader is None
-
-
-# The places alone
-
-LINE = "tenants/t/models/m"
-
-
-class Places:
-    """The calls of a machine, by number."""
-
-    def __init__(self) -> None:
-        self.calls = Calls(Inventory(), "/test/handoff.sock")
-        self.known: dict[int, Call] = {}
-
-    def enter(self, number: int, line: str | None) -> bool:
-        """Begin a call that may wait for memory of a model, or one that does not wait; say whether it is sent."""
-        frame = allocate()
-        frame.request_id, frame.allocate.model = number, line or ""
-        call = self.known[number] = Call(frame, patient=line is not None)
-        return self.calls.begin(call)
-
-    def leave(self, number: int) -> list[int]:
-        """End a call; return those that go on."""
-        return self._go_on(self.calls.over(self.known[number]))
-
-    def _go_on(self, admitted: Collection[int]) -> list[int]:
-        assert all(self.calls.begin(self.known[number]) for number in admitted)
-        return list(admitted)
-
-
-def test_any_order() -> None:
-    """Never more than the broker accepts; every call gets its place; and in each line the oldest is first."""
-    seed = chosen_seed()
-    chance = random.Random(seed)
-    places, calls, admitted = Places(), range(300), list[int]()
-    coming, under_way, lines = list(calls), list[int](), {call: chance.choice("aaaab" + "0") for call in calls}
-    while coming or under_way:
-        if coming and (not under_way or chance.random() < 0.6):
-            call = coming.pop(0)
-            got = [call] if places.enter(call, None if lines[call] == "0" else lines[call]) else []
-        else:
-            got = places.leave(under_way.pop(chance.randrange(len(under_way))))
-        admitted += got
-        under_way += got
-        assert len(under_way) <= MAX_CALLS_PER_SESSION
-    assert sorted(admitted) == list(calls)
-    for line in "ab0":
-        of_line = [call for call in admitted if lines[call] == line]
-        assert of_line == sorted(of_line)

@@ -19,7 +19,7 @@ import pytest
 from tests.support.fake_broker import Caller
 
 import membroker
-from membroker.errors import AccessDenied, BrokerUnavailable, InvalidRequest
+from membroker.errors import BrokerUnavailable, InvalidRequest
 from membroker.session import endpoint
 from membroker.session.session import Session
 
@@ -279,15 +279,6 @@ class TestDiagnosis:
             assert f"{place / '0'} has no tenant 'green', but has red: name one's endpoint" in why(tenants / "green")
             assert f"{place / '0'} has red: name one's endpoint" in why(tenants / "default")
 
-    def test_the_operators_endpoint_of_a_daemon_that_was_stopped(self, place: Path) -> None:
-        """`membroker tenants` while nothing runs: the operator is sent to the daemon, not to a tenant's endpoint."""
-        for name in ("admin", "tenants"):
-            (place / "0" / name).mkdir(parents=True)
-        gone = FileNotFoundError(errno.ENOENT, "No such file or directory")
-        admin = place / "0" / "admin"
-        assert "Is membrokerd running? If not, start one" in str(endpoint.diagnose(admin / "grpc.sock", gone))
-        assert "where nothing is borrowed" in str(endpoint.diagnose(admin / "handoff.sock", gone))
-
     def test_the_daemon_is_stopped(self, place: Path) -> None:
         """kill -STOP, or a debugger: the kernel accepts for it and nothing is ever said."""
         with listening(place / "handoff.sock"):
@@ -324,11 +315,6 @@ class TestDiagnosis:
         long.mkdir()
         with pytest.raises(InvalidRequest, match=" 107 "):
             membroker.connect(long)
-
-    def test_anything_else_is_named(self, place: Path) -> None:
-        message = str(endpoint.diagnose(place, OSError(errno.ENOMEM, "Cannot allocate memory")))
-        assert "Cannot allocate memory" in message
-        assert "ENOMEM" in message
 
 
 class TestTimes:
@@ -388,20 +374,6 @@ class TestDenied:
         for said in (f"uid {os.geteuid()}", f"gid {group}", "mode 0", "usermod -aG"):
             assert said in message
 
-    def test_a_group_without_a_name(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A container that knows the host's group by its number only: no command with a wrong name is advised."""
-
-        def no_name(_gid: int) -> None:
-            raise KeyError
-
-        (place / "handoff.sock").touch(mode=0o660)
-        os.chmod(place / "handoff.sock", 0o660)
-        os.chown(place / "handoff.sock", -1, os.getegid() or 1)
-        monkeypatch.setattr("grp.getgrgid", no_name)
-        message = str(endpoint.diagnose(place / "handoff.sock", PermissionError(errno.EACCES, "Permission denied")))
-        assert "usermod" not in message
-        assert "let the operator admit you" in message
-
     def test_an_operators_command_of_another_user(self, place: Path) -> None:
         """`membroker quota set` by a user of the machine: another tenant's endpoint would not help."""
         for name in ("admin", "tenants"):
@@ -439,9 +411,3 @@ class TestDenied:
         assert f"permission denied: {device} belongs to" in named
         assert f"permission denied: {device} belongs to" in found
         assert "found='not checked: that needs a broker" in check.replace('"', "'")
-
-    def test_it_is_a_permission_error(self, place: Path) -> None:
-        (place / "handoff.sock").touch()
-        error = endpoint.diagnose(place / "handoff.sock", PermissionError(errno.EACCES, "Permission denied"))
-        assert isinstance(error, AccessDenied)
-        assert isinstance(error, PermissionError)

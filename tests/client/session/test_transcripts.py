@@ -4,7 +4,7 @@ A story begins with `==`, and has a session of its own, at a broker of the revis
 for a connection for the seconds of `outage` there (30). A call has the name that its command gives it; `#2` is its
 number. Behind `->` are the frames that the library sends, `^1` with the count of deliveries that a frame acknowledges,
 then the calls that have ended, with what is mapped for them or how they failed, then the state of the session and what
-it holds, if that has changed. MEMBROKER_REWRITE=1 writes again what follows from the commands.
+it holds, if that has changed. A command from which nothing followed has no such line. MEMBROKER_REWRITE=1 writes again what follows from the commands.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Story:
         if held != self.held:
             said.append(held)
             self.held = held
-        return "; ".join(said) or "nothing"
+        return "; ".join(said)
 
     def holds(self) -> str:
         held = self.client.inventory.held()
@@ -272,8 +272,8 @@ def played(text: str, begin: Callable[[str], Callable[[str], str]]) -> str:
         lines.append(line)
         if line.startswith("=="):
             play = begin(line)
-        elif line and not line.startswith("#"):
-            lines.append(f"    -> {play(line)}")
+        elif line and not line.startswith("#") and (followed := play(line)):
+            lines.append(f"    -> {followed}")
     return "\n".join(lines) + "\n"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.client.session.recalls.asking import HOST, Held, answer, answering, recall, until_heard
 from tests.support.daemons import until
-from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, buffer, line
+from tests.support.fake_broker import MODEL, PAGE, PlayedBroker, buffer, line
 
 import membroker
 from membroker import Client, Model, Recall
@@ -106,33 +106,6 @@ class TestDeferred:
         assert list(broker.hear("release").release.extent_ids) == [extent_id]
         assert answer(broker).recall_id == 7
         assert broker.hears_nothing()
-
-    def test_remaining_counts_this_model_and_place_only(
-        self, broker: PlayedBroker, client: Client, served: Model
-    ) -> None:
-        """A release of another model, or at the host, does not count, nor what is released beyond the recall."""
-        others = [
-            (resources_pb2.Model(name="tenants/red/models/other"), "device"),
-            (resources_pb2.Model(name=MODEL), "host"),
-        ]
-        held = []
-        for registered, location in others:
-            caller = Caller(lambda one=registered, at=location: Model(client._session, one).allocate(PAGE, at))
-            broker.lend()
-            held.append(caller.value())
-        answering(broker, served, lambda _: membroker.DEFERRED)
-        recall(broker, 1, PAGE)
-        until(lambda: served.pending_recall)
-        pending = served.pending_recall
-        assert pending is not None
-        for one in held:
-            one.close()
-            broker.hear("release")
-        assert pending.remaining == PAGE
-        for _ in range(2):
-            buffer(broker, client)[0].close()
-            broker.hear("release")
-            assert pending.remaining == 0
 
 
 class TestSleep:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.client.session.recalls.asking import answer, answering, deferring, recall
+from tests.client.session.recalls.asking import answer, answering, recall
 from tests.support.daemons import until
 from tests.support.fake_broker import MODEL, Caller, PlayedBroker, drop_all, is_away, line
 
@@ -12,28 +12,6 @@ from membroker import Client, Model, Recall
 from membroker.session import recalls
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2
-
-
-def test_a_recall_ends_with_its_connection(broker: PlayedBroker, client: Client, served: Model) -> None:
-    """The broker asks again for what is late, with the same id; the first one's answer would be for nobody."""
-    given: list[Recall] = []
-    answering(broker, served, deferring(given))
-    recall(broker, 1)
-    until(lambda: given)
-    drop_all(broker, client)
-    until(lambda: served.pending_recall is None)
-    given[0].done()
-    assert list(broker.resume().answering_models) == [MODEL]
-    until(lambda: not is_away(client))
-    given[0].done()
-    assert broker.hears_nothing()
-    recall(broker, 1)
-    until(lambda: len(given) == 2)
-    assert served.pending_recall is given[1]
-    given[0].done()
-    assert broker.hears_nothing()
-    given[1].done()
-    assert answer(broker).recall_id == 1
 
 
 def test_a_broker_of_another_revision(broker: PlayedBroker, client: Client, served: Model) -> None:

@@ -39,32 +39,6 @@ def test_a_callback_that_looks_again(broker: PlayedBroker, client: Client, serve
     assert (size, remaining, same) == (PAGE, 0, deadline)
 
 
-def test_a_deferred_recall(broker: PlayedBroker, client: Client, served: Model) -> None:
-    """An engine is woken for a recall, and again when it is raised for a guarantee. Both have one answer."""
-    called: list[tuple[Recall, int, bool]] = []
-
-    def wake(one: Recall) -> object:
-        called.append((one, one.remaining, one.is_guaranteed))
-        return membroker.DEFERRED
-
-    answering(broker, served, wake)
-    recall(broker, 1, PAGE)
-    until(lambda: len(called) == 1)
-    recall(broker, 1, 3 * PAGE, guaranteed=True)
-    until(lambda: len(called) == 2)
-    recall(broker, 1, 2 * PAGE)  # late by now, and one page has come
-    recall(broker, 1, -PAGE)
-    until_heard(broker, client)
-    pending = served.pending_recall
-    assert pending is not None
-    assert called == [(pending, PAGE, False), (pending, 3 * PAGE, True)]
-    assert (pending.size, pending.remaining) == (3 * PAGE, 3 * PAGE)
-    assert repr(pending) == f"<membroker.Recall of {3 * PAGE} bytes of {MODEL} at device>"
-    pending.done()
-    assert answer(broker) == RecallAnswer(recall_id=1, bytes=3 * PAGE)
-    assert served.pending_recall is None
-
-
 def test_a_recall_that_becomes_urgent(broker: PlayedBroker, client: Client, served: Model) -> None:
     """A request within a guarantee begins to wait for what an engine is asked for already. It is woken again, once."""
     called: list[tuple[int, bool]] = []

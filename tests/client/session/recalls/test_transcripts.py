@@ -96,7 +96,7 @@ class Story:
         if now != self.pending:
             self.said.append(now)
             self.pending = now
-        return "; ".join(self.said) or "nothing"
+        return "; ".join(self.said)
 
     def program(self, recall: OpenRecall) -> object:
         """Be called for a recall."""
