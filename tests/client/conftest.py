@@ -46,7 +46,7 @@ def service(broker: PlayedBroker) -> Iterator[PlayedService]:
 
 @pytest.fixture
 def lender() -> Iterator[Lender]:
-    """A lender that has everything back at the end, by its books and by the device."""
+    """A lender that has everything back at the end: by its books, by the device, and on the host."""
     threads = threads_of_library()
     lender = Lender()
     yield lender
@@ -56,7 +56,7 @@ def lender() -> Iterator[Lender]:
     until(lambda: "membroker-ahead" not in {thread.name for thread in threads_of_library() - threads})
     lender.settle()  # what that thread had for the last may have left work, too
     assert lender.lent == {}
-    assert lender.used_bytes == 0
+    assert lender.used_bytes == lender.declared_bytes == sum(lender.driver._pinned.values()) == 0
     assert lender.holdings == set()
     lender.driver.close()
     lender.device.close()  # the kernel gives a user 128 inotify instances, and garbage keeps one for a while

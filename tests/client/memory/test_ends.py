@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from tests.support.daemons import until
 from tests.support.driver_errors import fail_once, named
-from tests.support.fake_lender import PAGE
-from tests.support.garbage import collect
+from tests.support.fake_lender import PAGE, FlakyDriver
 from tests.support.host_driver import used
 from tests.support.sizes import MIB
 from tests.support.threads import together
@@ -17,24 +14,13 @@ from membroker import LocalSource, VirtualMemoryPool
 from membroker.errors import ClosedError, DeviceFailure
 from membroker.memory.buffer import Buffer
 from membroker.memory.local_source import PACKET
-from membroker.vmm.host.driver import HostDriver
-
-
-@pytest.fixture
-def driver() -> Iterator[HostDriver]:
-    """A device of the test's own, which has everything back at the end."""
-    driver = HostDriver()
-    yield driver
-    collect()
-    until(lambda: used(driver) == 0)
-    driver.close()
 
 
 @pytest.mark.parametrize(
     ("call", "number", "left"), [("synchronize", 1, 8), ("unmap", 1, 8), ("unmap", 2, 6), ("unreserve", 1, 0)]
 )
 def test_what_could_not_be_given_back_is_held_until_it_is_closed_again(
-    driver: HostDriver, call: str, number: int, left: int
+    driver: FlakyDriver, call: str, number: int, left: int
 ) -> None:
     """A pool of two runs, of 2 and 6 MiB: what is unmapped is credited, and the rest is not forgotten."""
     with LocalSource(driver) as source:
@@ -52,7 +38,7 @@ def test_what_could_not_be_given_back_is_held_until_it_is_closed_again(
         assert source.physical_usage_bytes == used(driver) == 0
 
 
-def test_what_an_allocation_could_not_take_back_is_spare(driver: HostDriver) -> None:
+def test_what_an_allocation_could_not_take_back_is_spare(driver: FlakyDriver) -> None:
     """Memory comes for the first packet and not for the second: it is charged, can be used, and goes back."""
     with LocalSource(driver) as source:
         with VirtualMemoryPool(source, 2 * PACKET * PAGE, PAGE) as pool:
@@ -67,7 +53,7 @@ def test_what_an_allocation_could_not_take_back_is_spare(driver: HostDriver) -> 
 
 
 def test_what_garbage_could_not_give_back_goes_with_the_next_that_can(
-    driver: HostDriver, caplog: pytest.LogCaptureFixture
+    driver: FlakyDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody has it any more to close it again."""
     with LocalSource(driver) as source:
@@ -80,7 +66,7 @@ def test_what_garbage_could_not_give_back_goes_with_the_next_that_can(
         until(lambda: source.physical_usage_bytes == used(driver) == 0)
 
 
-def test_a_source_that_could_not_end_all_is_closed_again(driver: HostDriver, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_source_that_could_not_end_all_is_closed_again(driver: FlakyDriver, caplog: pytest.LogCaptureFixture) -> None:
     source = LocalSource(driver)
     buffers = [Buffer(source, PAGE) for _ in range(3)]
     fail_once(driver, "unmap")

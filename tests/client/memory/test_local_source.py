@@ -7,7 +7,6 @@ import sys
 import threading
 import tracemalloc
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -27,17 +26,6 @@ from membroker.memory import lifetime, local_source
 from membroker.memory.buffer import Buffer
 from membroker.vmm import Location
 from membroker.vmm.host.driver import HostDriver
-
-
-@pytest.fixture
-def driver() -> Iterator[FlakyDriver]:
-    """A device of the test's own, which has everything back at the end."""
-    driver = FlakyDriver()
-    driver.release(driver.create(PAGE))  # it opens descriptors of its own for the first
-    yield driver
-    collect()
-    until(lambda: driver.memory(Location.DEVICE).used == driver.memory(Location.HOST).used == 0)
-    driver.close()
 
 
 def test_an_elastic_pool_without_a_broker() -> None:

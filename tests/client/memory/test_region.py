@@ -17,14 +17,6 @@ from membroker.vmm.driver import Handle, Location
 from membroker.vmm.host.driver import HostDriver
 
 
-@pytest.fixture
-def driver() -> Iterator[HostDriver]:
-    driver = HostDriver()
-    yield driver
-    assert driver.memory(Location.DEVICE).used == 0
-    driver.close()
-
-
 def created(driver: HostDriver, *pages: int) -> list[Handle]:
     return [driver.create(count * PAGE) for count in pages]
 

@@ -153,11 +153,6 @@ class TestRefused:
         with pytest.raises(InvalidRequest):
             table.write(0, data)
 
-    def test_one_of_many_tiles_is_none(self, table: SparseArray) -> None:
-        """A list of thousands of tiles goes one too far: the message names that one, and is not the list."""
-        with pytest.raises(InvalidOffset, match=r" 0 to 9, .* 3000$"):
-            table.back(*range(3001))
-
     def test_the_first_of_many_absent_tiles_is_enough(self, lender: Lender) -> None:
         """Somebody reads a whole table of terabytes: he is told of tile 0, and no list of the others is made."""
         with SparseArray(lender, (1 << 42, 4), "U8") as huge:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from itertools import pairwise
 from typing import cast
 
 import pytest
 from tests.support.fake_lender import PAGE, Lender, put, state, text
-from tests.support.seeds import chosen_seed
 from tests.support.sizes import MIB
 
 from membroker.errors import (
@@ -18,10 +14,9 @@ from membroker.errors import (
     InvalidRequest,
     NotMapped,
     Offloaded,
-    OutOfVirtualMemory,
 )
 from membroker.memory.lifetime import MappedMemory
-from membroker.pool.page_table import FREE, OFFLOADED, SPARE, USED, PageTable
+from membroker.pool.page_table import OFFLOADED, USED, PageTable
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm import AccessFlags
 
@@ -106,69 +101,6 @@ def test_a_refusal_names_the_page_and_what_is_with_it() -> None:
     table.claim([], [range(2, 3)])
     with pytest.raises(NotMapped, match=f"offset {2 * PAGE} is being changed"):
         table.runs_of(OFFLOADED, range(9))
-
-
-@pytest.mark.parametrize("seed", [1, 2, None])
-def test_the_table_against_a_plain_one(seed: int | None) -> None:
-    """Three thousand random changes of a table of forty pages; every question is answered as by a dict of states."""
-    seed = seed or chosen_seed()
-    choose, table = random.Random(seed), table_of(40)
-    states, claimed = dict.fromkeys(range(40), FREE), set()
-
-    def refused(check: Callable[[range], object], pages: range, error: type[Exception]) -> bool:
-        try:
-            check(pages)
-        except error:
-            return True
-        return False
-
-    for _ in range(3000):
-        first = choose.randrange(40)
-        pages = range(first, min(40, first + choose.randint(1, 5)))
-        kinds, busy = {states[page] for page in pages}, not claimed.isdisjoint(pages)
-        assert refused(table.unbacked, pages, AlreadyMapped) == (busy or USED in kinds)
-        assert refused(table.check_used, pages, NotMapped) == (busy or kinds != {USED})
-        if not busy and kinds <= {FREE, SPARE} and choose.random() < 0.5:
-            if kinds == {SPARE} and choose.random() < 0.5:
-                assert table.take_spare(pages)
-                states.update(dict.fromkeys(pages, USED))
-            else:
-                assert [page for run in table.unbacked(pages) for page in run] == [
-                    page for page in pages if states[page] == FREE
-                ]
-                table.claim([], [pages])
-                claimed.update(pages)
-                if choose.random() < 0.8:
-                    state = choose.choice((USED, SPARE))
-                    table.set(pages, state)
-                    states.update(dict.fromkeys(pages, state))
-                if choose.random() < 0.9:
-                    table.release([pages])
-                    claimed.difference_update(pages)
-        elif not busy and kinds == {USED}:
-            assert not table.take_spare(pages)
-            state = choose.choice((SPARE, FREE))
-            table.set(pages, state)
-            states.update(dict.fromkeys(pages, state))
-        elif busy and claimed.issuperset(pages):
-            table.release([pages])
-            claimed.difference_update(pages)
-        taken = [page for page in range(40) if states[page] == USED or page in claimed]
-        assert table.top() == max(taken, default=-1) + 1
-        assert table.spare == sum(state == SPARE for state in states.values())
-        edges = [-1, *taken, 40]
-        free = [after - before - 1 for before, after in pairwise(edges)]
-        assert table.largest_free_run() == (max(free), sum(free))
-        assert {page for page in range(40) if table.is_used(range(page, page + 1))} == {
-            page for page in range(40) if states[page] == USED and page not in claimed
-        }
-        count, step = choose.randint(1, 6), choose.choice((1, 1, 2, 4))
-        offset = choose.randrange(step)
-        fits = [at for at in range(offset, 41 - count, step) if set(range(at, at + count)).isdisjoint(taken)]
-        try:
-            assert table.first_fit(count, step, offset).start == fits[0]
-        except OutOfVirtualMemory:
-            assert fits == []
 
 
 def test_a_pool_of_terabytes(lender: Lender) -> None:

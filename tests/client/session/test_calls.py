@@ -5,7 +5,6 @@ The other end of a socket pair is in this process; frames, descriptors and the k
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import pytest
@@ -187,24 +186,3 @@ def test_the_end_is_noticed_behind_a_last_answer(pair: Pair) -> None:
     broker.end.close()
     end.value()
     assert connection.calls.is_lost
-
-
-def test_a_connection_waits_for_its_calls(pair: Pair) -> None:
-    """Idle is when the last call has undone what it did, in whichever order threads ask."""
-    undoing, go_on = threading.Event(), threading.Event()
-
-    class SlowToUndo(Taker):
-        def undo(self) -> None:
-            undoing.set()
-            assert go_on.wait(DEADLINE_SECONDS)
-
-    call = Begun(pair, taker=SlowToUndo())
-    pair[1].end.close()
-    assert undoing.wait(DEADLINE_SECONDS)
-    assert pair[0].calls.is_lost
-    waiting = Caller(pair[0].wait_until_idle)
-    until(lambda: pair[0]._changed.waiting)
-    assert waiting.is_alive()
-    go_on.set()
-    waiting.value()
-    assert isinstance(call.error(), BrokerUnavailable)

@@ -193,14 +193,6 @@ class TestDevices:
         assert f"`membrokerd --device {name}`" in said
         assert "XDG_RUNTIME_DIR is not set here" not in said
 
-    def test_the_variable_is_missing_by_which_a_users_own_broker_is_found(
-        self, env: dict[str, str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """After `su`, or in a second shell of a container."""
-        monkeypatch.setattr(os, "geteuid", lambda: 1000)
-        with pytest.raises(BrokerUnavailable, match="XDG_RUNTIME_DIR is not set here"):
-            endpoint.find_device("0", {key: env[key] for key in env if key != "XDG_RUNTIME_DIR"})
-
     @pytest.mark.parametrize("name", ["", "../..", "-1", "0x1", "a" * 65, "gpu 1", "12345"])
     def test_what_names_no_device(self, env: dict[str, str], name: str) -> None:
         with pytest.raises(InvalidRequest):
@@ -268,16 +260,6 @@ class TestDiagnosis:
         assert f"{tenants} is not an endpoint but the directory of these tenants: blue, red. Name one" in why(tenants)
         with listening(tenants / "red" / "handoff.sock"):
             assert "no broker is alive" not in why(tenants / "default")
-
-    def test_a_directory_that_an_earlier_configuration_left(self, place: Path) -> None:
-        """A first daemon had no tenants, so `default` is there still. The one that runs has `red`, and had `blue`."""
-        tenants = place / "0" / "tenants"
-        for name in ("default", "blue", "red"):
-            (tenants / name).mkdir(parents=True)
-        assert f"{tenants / 'default'} has no handoff.sock" in why(tenants / "default"), "none runs"
-        with listening(tenants / "red" / "handoff.sock"):
-            assert f"{place / '0'} has no tenant 'green', but has red: name one's endpoint" in why(tenants / "green")
-            assert f"{place / '0'} has red: name one's endpoint" in why(tenants / "default")
 
     def test_the_daemon_is_stopped(self, place: Path) -> None:
         """kill -STOP, or a debugger: the kernel accepts for it and nothing is ever said."""

@@ -44,26 +44,6 @@ def hear_declared(broker: PlayedBroker, size: int) -> None:
 class TestCallsInFlight:
     """Each ends as if it had been made once."""
 
-    def test_an_allocation_is_made_anew(self, broker: PlayedBroker, client: Client) -> None:
-        """The request had been read, and not answered: it comes again, under another id, and is held once."""
-        caller = Caller(lambda: model(client).allocate(PAGE))
-        first = broker.hear("allocate")
-        broker.hang_up()
-        held = broker.resume()
-        assert not held.extent_ids
-        again = broker.hear("allocate")
-        assert again.request_id > first.request_id
-        assert (again.allocate.model, again.allocate.count) == (MODEL, 1)
-        reply = pb.Reply(allocate=broker_pb2.AllocateExtentsResponse(count=1))
-        (extent_id,) = broker.deliver_pages(again.request_id, 1, reply=reply)
-        broker.hear("ack")
-        one = caller.value()
-        one.view()[:5] = b"hello"
-        broker.hang_up()
-        assert list(broker.resume().extent_ids) == [extent_id]
-        assert bytes(one.view()[:5]) == b"hello"
-        assert broker.hears_nothing()
-
     def test_a_call_that_was_interrupted_before_it_is_sent(self, broker: PlayedBroker, client: Client) -> None:
         """The interrupt has ended the connection before, and the session has resumed: this call nobody would end."""
 

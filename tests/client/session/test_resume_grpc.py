@@ -21,7 +21,6 @@ from tests.support.fake_broker import (
     abort,
     drop_all,
     is_away,
-    line,
     model,
 )
 from tests.support.processes import mapped_extents
@@ -65,59 +64,33 @@ class TestControlCalls:
         assert [one.name for one in caller.value()] == [MODEL]
         go_on.set()
 
-    def test_a_call_that_begins_in_the_outage(
-        self, broker: PlayedBroker, client: Client, service: PlayedService
-    ) -> None:
-        service.answers["GetDevice"] = lambda *_: resources_pb2.Device(uuid="host")
-        assert client.device().uuid == "host"
-        service.stop()
-        broker.die()
-        caller = Caller(client.device)
-        until(lambda: line(client)._changed.waiting)
-        broker.listen()
-        broker.resume()
-        service.start()
-        assert caller.value().uuid == "host"
-
-    @pytest.mark.parametrize("done", [True, False])
+    @pytest.mark.parametrize(("before", "done"), [(False, True), (False, False), (True, True)])
     def test_an_exclusive_registration(
-        self, broker: PlayedBroker, client: Client, service: PlayedService, done: bool
+        self, broker: PlayedBroker, client: Client, service: PlayedService, before: bool, done: bool
     ) -> None:
-        """It had been done, and its answer was lost: the model is this session's. Or it had not: it is asked again."""
-        registered = resources_pb2.Model(name=MODEL)
+        """It had been done, and its answer was lost: the model is this session's. Or it had not: it is asked again.
 
-        def register(request: broker_pb2.RegisterModelRequest, context: object) -> resources_pb2.Model:
+        If the session had the model long before, the answer would have been a refusal, and is.
+        """
+
+        def register(request: Any, context: Any) -> resources_pb2.Model:
             if done and request.exclusive:
                 abort(context, "MODEL_EXISTS")
-            return registered
+            return resources_pb2.Model(name=MODEL)
 
-        came, go_on = self.begun(service, "RegisterModel", register)  # type: ignore[arg-type]
+        if before:
+            service.answers["RegisterModel"] = register
+            client.model("m")
+        came, go_on = self.begun(service, "RegisterModel", register)
         caller = Caller(lambda: client.model("m", exclusive=True))
         assert came.wait(DEADLINE_SECONDS)
         self.restart(broker, service, models=[MODEL] if done else [])
         go_on.set()
-        assert caller.value().resource_name == MODEL
-        assert [request.exclusive for _, request in service.asked] == [True, not done]
-
-    def test_an_exclusive_registration_of_what_it_had(
-        self, broker: PlayedBroker, client: Client, service: PlayedService
-    ) -> None:
-        """The session had registered it long before: the answer would have been a refusal, and is."""
-        registered = resources_pb2.Model(name=MODEL)
-
-        def register(request: Any, context: Any) -> resources_pb2.Model:
-            if request.exclusive:
-                abort(context, "MODEL_EXISTS")
-            return registered
-
-        service.answers["RegisterModel"] = register
-        client.model("m")
-        came, go_on = self.begun(service, "RegisterModel", register)
-        caller = Caller(lambda: client.model("m", exclusive=True))
-        assert came.wait(DEADLINE_SECONDS)
-        self.restart(broker, service, models=[MODEL])
-        go_on.set()
-        assert isinstance(caller.end().error, membroker.ModelAlreadyExists)
+        if before:
+            assert isinstance(caller.end().error, membroker.ModelAlreadyExists)
+        else:
+            assert caller.value().resource_name == MODEL
+            assert [request.exclusive for _, request in service.asked] == [True, not done]
 
     def test_unregistered_twice(self, broker: PlayedBroker, client: Client, service: PlayedService) -> None:
         came, go_on = self.begun(service, "UnregisterModel", lambda _, context: abort(context, "MODEL_NOT_FOUND"))

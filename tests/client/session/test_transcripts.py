@@ -4,7 +4,8 @@ A story begins with `==`, and has a session of its own, at a broker of the revis
 for a connection for the seconds of `outage` there (30). A call has the name that its command gives it; `#2` is its
 number. Behind `->` are the frames that the library sends, `^1` with the count of deliveries that a frame acknowledges,
 then the calls that have ended, with what is mapped for them or how they failed, then the state of the session and what
-it holds, if that has changed. A command from which nothing followed has no such line. MEMBROKER_REWRITE=1 writes again what follows from the commands.
+it holds, if that has changed. Behind a command from which nothing followed there is no line. MEMBROKER_REWRITE=1 writes
+again what follows from the commands.
 """
 
 from __future__ import annotations
