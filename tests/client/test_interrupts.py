@@ -176,27 +176,6 @@ class TestOperation:
 
 
 class TestTurns:
-    def test_one_at_a_time(self) -> None:
-        """Eight threads take overlapping things again and again: no two are at the same one, and all get through."""
-        turns, at_it, errors = KeyedLocks(), [threading.Lock() for _ in range(4)], []
-
-        def take(number: int) -> None:
-            things = {number % 4, (number + 1) % 4}
-            for _ in range(200):
-                with Operation(Used()) as operation:
-                    turns.take(things, operation)
-                    errors.extend(thing for thing in things if not at_it[thing].acquire(blocking=False))
-                    for thing in things:
-                        at_it[thing].release()
-
-        threads = [threading.Thread(target=take, args=(number,), daemon=True) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE_SECONDS)
-        assert not any(thread.is_alive() for thread in threads)
-        assert errors == []
-
     @pytest.mark.parametrize("to", ["the process", "another thread"])
     def test_an_interrupt_ends_the_wait_and_nothing_else(self, to: str) -> None:
         """Ctrl-C while a thread waits for its turn at a call that hangs: it gets out, and has taken nothing.

@@ -77,24 +77,6 @@ def test_under_gevent(broker: Daemon) -> None:
     assert run(broker, "from gevent import monkey; monkey.patch_all()") == sys.executable.rpartition("/")[2]
 
 
-def test_a_wait_under_gevent_lets_other_tasks_run(broker: Daemon) -> None:
-    work = """
-import gevent, membroker
-with membroker.connect(ENDPOINT) as client:
-    model = client.model("n", limit="4MiB")
-    held = model.allocate("4MiB")
-    rest = client.model("all").allocate("252MiB")
-    other = client.model("o")
-    waiting = gevent.spawn(lambda: other.allocate("4MiB", timeout=600).close())
-    while not other.stats().books["device"].waiting_requests:
-        gevent.sleep(0.01)
-    held.close()
-    waiting.get()
-    print("waited")
-"""
-    assert run(broker, "from gevent import monkey; monkey.patch_all()", work) == "waited"
-
-
 @pytest.mark.parametrize(
     "before",
     [

@@ -109,15 +109,6 @@ def test_release_in_frames(pair: Pair) -> None:
 
 
 class TestThreads:
-    def test_replies_overtake(self, pair: Pair) -> None:
-        """Eight threads call at once and are answered in reverse: each gets its own answer and descriptors."""
-        calls = [Begun(pair) for _ in range(8)]
-        for call in reversed(calls):
-            call.deliver(call.id)
-            pair[1].reply(call.id, allocate=granted(1))
-        assert [call.error() for call in calls] == [None] * 8
-        assert [call.taker.taken for call in calls] == [[call.id] for call in calls]
-
     def test_a_slow_mapper_holds_up_nobody(self, pair: Pair) -> None:
         """One thread maps for a long time; the others read the socket meanwhile."""
         broker, taker = pair[1], Slow()

@@ -51,22 +51,32 @@ def start(pair: Pair, service: Service) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("answer_first", [True, False])
-def test_waits_for_both(pair: Pair, start: Callable[..., Any], answer_first: bool) -> None:
-    """The answer and the descriptors come on two sockets, in either order."""
+@pytest.mark.parametrize(
+    ("frame", "response", "packet"),
+    [
+        (allocate(3), broker_pb2.AllocateExtentsResponse(count=3), {}),
+        (attach(), resources_pb2.Segment(generation=77, extents=3), {"parts": 2, "segment": 77}),
+    ],
+    ids=["allocate", "attach"],
+)
+def test_waits_for_both(
+    pair: Pair, start: Callable[..., Any], frame: pb.Frame, response: Any, packet: dict[str, int], answer_first: bool
+) -> None:
+    """The answer and the descriptors come on two sockets, in either order. The answer says how many come."""
     _, broker = pair
     taker = Taker()
-    caller, request_id, finish = start(taker, allocate(3))
-    response = broker_pb2.AllocateExtentsResponse(count=3)
+    caller, request_id, finish = start(taker, frame)
     if answer_first:
         finish(response, 3)
-    broker.deliver(request_id, 1, 2)
-    broker.hear("ack")
-    broker.deliver(request_id, 3, part=1)
-    broker.hear("ack")
+    for part, ids in enumerate(((1, 2), (3,))):
+        assert caller.is_alive()
+        broker.deliver(request_id, *ids, part=part, **packet)
+        broker.hear("ack")
     if not answer_first:
         finish(response, 3)
     assert caller.end().error is None
     assert taker.taken == [1, 2, 3]
+    assert broker.hears_nothing()
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -81,26 +91,6 @@ def test_an_answer_about_another_number(pair: Pair, start: Callable[..., Any], c
     assert isinstance(caller.end().error, ProtocolError)
     assert list(broker.hear("release").release.extent_ids) == [1]
     assert taker.undone == 1
-
-
-@pytest.mark.parametrize("answer_first", [True, False])
-def test_a_segment_waits_for_all_its_extents(pair: Pair, start: Callable[..., Any], answer_first: bool) -> None:
-    """The answer by gRPC says how many extents the segment has; with fewer it is not attached yet."""
-    _, broker = pair
-    taker = Taker()
-    caller, request_id, finish = start(taker, attach())
-    response = resources_pb2.Segment(generation=77, extents=3)
-    if answer_first:
-        finish(response, 3)
-    for part, ids in enumerate(((1, 2), (3,))):
-        assert caller.is_alive()
-        broker.deliver(request_id, *ids, part=part, parts=2, segment=77)
-        broker.hear("ack")
-    if not answer_first:
-        finish(response, 3)
-    assert caller.end().error is None
-    assert taker.taken == [1, 2, 3]
-    assert broker.hears_nothing()
 
 
 def test_a_segment_fails_after_deliveries(pair: Pair, start: Callable[..., Any]) -> None:

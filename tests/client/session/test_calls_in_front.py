@@ -54,24 +54,6 @@ def hear_allocate(broker: PlayedEnd) -> pb.Frame:
     return frame
 
 
-def test_the_next_ones_wait_in_their_order(pair: Pair) -> None:
-    """Threads borrow while as many wait at the broker as may: they are sent in the order in which they came."""
-    connection, broker = pair
-    calls = at_the_broker(pair)
-    callers = [later(connection) for _ in range(3)]
-    assert broker.hears_nothing()
-    sent = []
-    for call in calls[:3]:
-        grant(broker, call.id)
-        sent.append(hear_allocate(broker).request_id)
-    assert sent == sorted(sent)
-    assert min(sent) > max(call.id for call in calls)
-    for request_id in sent:
-        grant(broker, request_id)
-    grant_all(broker, calls[3:])
-    assert [caller.end().error for caller in callers] == [None] * 3
-
-
 def test_what_needs_no_place_is_not_held_up(pair: Pair) -> None:
     """A release, an answer to a recall and a registration go to the broker at once, beside calls that wait."""
     connection, broker = pair

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 import pytest
-from tests.client.session.taking import Begun, Pair, Taker, allocate, attach
+from tests.client.session.taking import Begun, Pair, Taker, allocate
 from tests.client.session.test_calls_in_front import grant
 from tests.support.daemons import until
 from tests.support.fake_broker import Caller
@@ -21,22 +21,6 @@ from membroker.v1 import handoff_pb2 as pb
 @pytest.fixture
 def options() -> dict[str, Any]:
     return {"revision": 3}
-
-
-@pytest.mark.parametrize("frame", [allocate(), attach()], ids=["allocate", "attach"])
-def test_a_wait_ends_at_the_broker(pair: Pair, frame: pb.Frame) -> None:
-    """The broker hears of it, and its answer ends the call. Calls of other threads, in other scopes, go on."""
-    connection, broker = pair
-    scope = CancelScope()
-    call, other = Begun(pair, frame, scope=scope), Begun(pair, scope=CancelScope())
-    scope.cancel()
-    assert broker.hear("cancel").request_id == call.id
-    broker.refuse(call.id, "DELIVERY_FAILED")
-    assert isinstance(call.error(), Cancelled)
-    assert broker.hears_nothing()
-    grant(broker, other.id)
-    assert other.error() is None
-    assert not connection.calls.at_broker
 
 
 def call_in(scope: CancelScope, connection: Connection) -> Caller:

@@ -58,15 +58,6 @@ def test_exactly_so_many_requests_are_refused(broker: LocalBroker) -> None:
         pool.close()
 
 
-def test_a_request_that_would_wait_is_refused_too(broker: LocalBroker) -> None:
-    with membroker.connect() as client:
-        model = client.model("chat")
-        broker.refuse_next()
-        with pytest.raises(membroker.OutOfMemory):
-            model.allocate("2MiB", timeout=DEADLINE_SECONDS)
-        model.allocate("2MiB", timeout=DEADLINE_SECONDS).close()
-
-
 def test_a_recall_comes_and_is_answered(broker: LocalBroker) -> None:
     recalls: list[membroker.Recall] = []
     with membroker.connect() as client:
