@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,6 @@ import membroker
 from membroker import record, recording
 from membroker.errors import InvalidRequest, OutOfMemory
 from membroker.memory.buffer import Buffer
-from membroker.memory.region import Region
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.recording import State
 
@@ -70,25 +69,6 @@ def test_work_in_another_thread_has_the_lines_that_wait_for_it(pool: VirtualMemo
         ("pool", -PAGE, "VirtualMemoryPool.offload")
     ]
     assert __file__ in one.events()[0].stack[1]
-
-
-def test_a_release_that_runs_again_counts_each_extent_once(
-    pool: VirtualMemoryPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An interrupt comes when one of two extents is forgotten."""
-    pool.allocate(0, 2 * PAGE)
-    forget = Region.forget
-
-    def interrupted(self: Region, offsets: Iterable[int]) -> None:
-        monkeypatch.undo()
-        forget(self, [next(iter(offsets))])
-        raise KeyboardInterrupt
-
-    with record() as one:
-        monkeypatch.setattr(Region, "forget", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            pool.free(0, 2 * PAGE)
-    assert [event.size for event in one.events()] == [-PAGE, -PAGE]
 
 
 def test_it_forgets_the_oldest(pool: VirtualMemoryPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import random
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -206,7 +206,7 @@ class TestThreads:
         """
         seed = chosen_seed()
         table: dict[int, tuple[int, int]] = {}  # by the owner's mark: offset and size
-        lock, done, errors, moved = threading.Lock(), threading.Event(), [], [0]
+        lock, done, moved = threading.Lock(), threading.Event(), [0]
         pool = VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=3)
 
         def told(move: Move) -> None:
@@ -228,11 +228,11 @@ class TestThreads:
                         table[mark] = offset, size
                         mine.append(mark)
                     while mark in mine and not write(mark):
-                        assert not errors
+                        assert not done.is_set()
                 elif mine:
                     check(choose.choice(mine), mine, give_back=choose.random() < 0.5)
             for mark in list(mine):
-                while mark in mine and not errors:
+                while mark in mine and not done.is_set():
                     check(mark, mine, give_back=True)
 
         def write(mark: int) -> bool:
@@ -257,32 +257,29 @@ class TestThreads:
                     mine.remove(mark)
 
         def compact() -> None:
-            while not done.is_set():
-                pool.compact(on_move=told)
-
-        def guarded(work: Callable[[], None]) -> None:
             try:
-                work()
-            except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
-                errors.append(error)
+                while not done.is_set():
+                    pool.compact(on_move=told)
+            finally:
+                done.set()  # nobody waits for pages that a failed compaction has left
 
-        work = [compact, compact, *(partial(own, number) for number in range(4))]
-        threads = [threading.Thread(target=guarded, args=(piece,)) for piece in work]
-        for thread in threads:
-            thread.start()
-        for thread in threads[2:]:
-            thread.join()
-        done.set()
-        for thread in threads[:2]:
-            thread.join()
-        assert errors == []
+        with ThreadPoolExecutor(6) as threads:
+            compacting = [threads.submit(compact) for _ in range(2)]
+            owning = [threads.submit(own, number) for number in range(4)]
+            try:
+                for owner in owning:
+                    owner.result()
+            finally:
+                done.set()
+        for one in compacting:
+            one.result()
         assert moved[0] > 0, "nothing was ever moved"
         pool.compact()
         assert (pool.stats().mapped_pages, lender.lent_bytes) == (0, 0)
         pool.close()
 
 
-@pytest.mark.parametrize("seed", [1, 2, None])
+@pytest.mark.parametrize("seed", [1, None])
 def test_every_page_follows_its_extent(lender: Lender, seed: int | None) -> None:
     """A model of the pool, a thousand random steps: what is where, what is in it, what it allows, and the sums.
 
