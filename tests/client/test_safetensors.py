@@ -285,15 +285,6 @@ def test_an_info_of_something_else(info: TensorInfo, words: str) -> None:
         numpy_array(memoryview(bytes(16)), info)
 
 
-@pytest.mark.parametrize(("text", "code"), NUMPY_DTYPES.items())
-def test_dtype_of(text: str, code: str) -> None:
-    assert dtype_of(np.zeros(3, code)) == text
-    assert dtype_of(np.dtype(code)) == text
-    if np.dtype(code).itemsize > 1:
-        with pytest.raises(InvalidRequest):
-            dtype_of(np.zeros(3, code).astype(f">{code}"))
-
-
 # --- what is refused ---
 
 DEEP = b'{"x":' + b"[" * 100_000

@@ -104,18 +104,6 @@ class TestSeed:
 
 
 class TestFaultsOfTheSeed:
-    def test_successive_allocations(self, shared: SharedMemoryPool, driver: FlakyDriver) -> None:
-        """There every allocation lands at offset 0, so the second one fails. Here each has its own, stable address."""
-        addresses = [shared.allocate_for_model("gpt2", PAGE) for _ in range(4)]
-        assert len(set(addresses)) == 4
-        for number, address in enumerate(addresses):
-            driver.write(address, b"%04d" % number)
-        base = shared.pool("gpt2").base_address
-        shared.deallocate_for_model("gpt2", addresses[1] - base, PAGE)
-        assert shared.allocate_for_model("gpt2", PAGE) == addresses[1]
-        for number in (0, 2, 3):
-            assert driver.read(addresses[number], 4) == b"%04d" % number
-
     def test_unregistering_counts_right(self, shared: SharedMemoryPool, source: LocalSource) -> None:
         """There the sum after an unregistration is wrong. Here what the model held is the others' again."""
         shared.allocate_for_model("llama-7b", 9 * PAGE)

@@ -128,7 +128,6 @@ class TestDtypes:
         with pytest.raises(InvalidRequest):
             word_of(torch.complex128)
         with membroker.Buffer(host, MIB) as buffer:
-            for dtype in ("bfloat16", "torch.bfloat16", "BF16", torch.bfloat16, ml_dtypes.bfloat16):
-                made = tensor(buffer, (np.int64(2), 2), dtype, np.int64(8))
-                assert (made.dtype, tuple(made.shape)) == (torch.bfloat16, (2, 2))
-                del made
+            made = tensor(buffer, (np.int64(2), 2), "bfloat16", np.int64(8))
+            assert (made.dtype, tuple(made.shape)) == (torch.bfloat16, (2, 2))
+            del made

@@ -56,11 +56,6 @@ class TestSize:
         buffer.shrink(PAGE // 2)
         assert waits == [], "it waited for the device, and no page goes"
 
-    def test_what_grow_returns(self, buffer: GrowableBuffer) -> None:
-        assert [buffer.grow(5), buffer.grow("2MiB"), buffer.grow(0), buffer.grow(1)] == [0, 5, PAGE + 5, PAGE + 5]
-        buffer.shrink(PAGE)
-        assert buffer.size == 6
-
     def test_to_its_capacity_and_back(self, buffer: GrowableBuffer, lender: Lender) -> None:
         buffer.resize(CAPACITY)
         buffer.view()[-1] = 1

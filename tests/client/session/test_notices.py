@@ -17,11 +17,6 @@ from membroker.v1 import handoff_pb2 as pb
 
 
 class TestNotices:
-    def test_a_callback_that_is_none(self, client: Client) -> None:
-        """It is refused at once, and not in a log when the first notice comes."""
-        with pytest.raises(membroker.InvalidRequest, match="on_notice"):
-            client.on_notice(3)  # type: ignore[arg-type]
-
     def test_a_life(self, broker: PlayedBroker, client: Client, caplog: pytest.LogCaptureFixture) -> None:
         """An operator drains the device, thinks better of it, and restarts the daemon: each is told, in order."""
         told: list[membroker.types.Notice] = []

@@ -101,8 +101,6 @@ class Story:
     def program(self, recall: OpenRecall) -> object:
         """Be called for a recall."""
         self.said.append(f"called for {recall.recall_id}: {recall.size}, {recall.remaining} remain")
-        if self.manner == "fails":
-            raise SystemExit
         if self.manner.isdigit():
             self.do_release(self.manner)
         return DEFERRED if self.manner == "defers" else None
@@ -112,7 +110,7 @@ class Story:
         return recall
 
     def do_serve(self, manner: str) -> None:
-        """Answer from now on: `keeps` all, `defers` the answer, `fails`, or releases so many bytes each time."""
+        """Answer from now on: `keeps` all, `defers` the answer, or releases so many bytes each time."""
         self.manner = manner
         self.machine.answer_for(MODEL, self.show, self.program)
 
