@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
+from tests.support.driver_errors import named
 from tests.support.fake_lender import PAGE, FlakyDriver, put, text
 from tests.support.garbage import collect, without_collections
 from tests.support.host_driver import used
@@ -106,6 +107,17 @@ def test_a_full_device(driver: FlakyDriver) -> None:
         assert source.physical_usage_bytes == 10 * PAGE
         pool.allocate(10 * PAGE, 90 * PAGE)
         driver.stranger_bytes = 0
+
+
+@pytest.mark.parametrize("mappings", [1, 70])
+def test_the_driver_fails_at_map_k(driver: FlakyDriver, mappings: int) -> None:
+    """In the first packet of extents, or in the second: no descriptor is left, and nothing is charged."""
+    with LocalSource(driver) as source, VirtualMemoryPool(source, 256 * PAGE, PAGE) as pool:
+        opened = descriptors()
+        driver.maps_left = mappings
+        with pytest.raises(DeviceFailure, check=named("ENOMEM")):
+            pool.allocate(0, 100 * PAGE)
+        assert (source.physical_usage_bytes, used(driver), descriptors()) == (0, 0, opened)
 
 
 @pytest.mark.parametrize(("device", "limit"), [("tpu", None), *(("host", limit) for limit in (-1, "much", 1.5, 2**63))])

@@ -13,7 +13,7 @@ from membroker.memory.buffer import Buffer
 from membroker.memory.lifetime import MappedMemory, Placing
 from membroker.memory.local_source import LocalSource
 from membroker.memory.region import Region
-from membroker.vmm.driver import Handle, Location
+from membroker.vmm.driver import DriverError, Handle, Location
 from membroker.vmm.host.driver import HostDriver
 
 
@@ -96,6 +96,17 @@ def test_extents_side_by_side(driver: HostDriver) -> None:
     region.forget([2 * PAGE])
     assert region.runs() == [(PAGE, PAGE)]
     assert driver.memory(Location.DEVICE).used == PAGE
+    clear(region)
+
+
+def test_a_failed_bind_leaves_nothing(driver: HostDriver) -> None:
+    """The third extent does not fit: the first two are unmapped again, and their place is free for others."""
+    region, handles = reserved(driver, 2 * PAGE), created(driver, 1, 1, 1)
+    with pytest.raises(DriverError):
+        bind(region, 0, handles)
+    assert region.runs() == []
+    bind(region, 0, handles[:2])
+    release(driver, handles)
     clear(region)
 
 

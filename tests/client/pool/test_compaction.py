@@ -17,7 +17,7 @@ from tests.support.processes import descriptors
 from tests.support.seeds import chosen_seed
 from tests.support.threads import held_up
 
-from membroker.errors import AlreadyMapped, CompactionFailed, InvalidRequest, NotMapped
+from membroker.errors import AlreadyMapped, CompactionFailed, InvalidRequest, NotMapped, OutOfVirtualMemory
 from membroker.pool.compaction import next_move
 from membroker.pool.page_table import FIXED, FREE, USED
 from membroker.pool.pool import VirtualMemoryPool
@@ -299,11 +299,21 @@ def test_every_page_follows_its_extent(lender: Lender, seed: int | None) -> None
                     pool.allocate(first * PAGE, count * PAGE)
                     assert model.keys().isdisjoint(wanted)
                     fill(pool, model, wanted, step)
-            elif kind == "anywhere" and len(model) < 40:
-                page = (pool.allocate_anywhere(count * PAGE) - pool.base_address) // PAGE
-                fits = [at for at in range(65 - count) if model.keys().isdisjoint(range(at, at + count))]
-                assert page == fits[0]
-                fill(pool, model, range(page, page + count), step)
+            elif kind == "anywhere":
+                alignment = choose.choice((1, 1, 2, 4)) * PAGE
+                fits = [
+                    page
+                    for page in range(65 - count)
+                    if model.keys().isdisjoint(range(page, page + count))
+                    and (pool.base_address + page * PAGE) % alignment == 0
+                ]
+                try:
+                    page = (pool.allocate_anywhere(count * PAGE, alignment) - pool.base_address) // PAGE
+                except OutOfVirtualMemory:
+                    assert not fits
+                else:
+                    assert page == fits[0]
+                    fill(pool, model, range(page, page + count), step)
             elif kind == "free":
                 with suppress(NotMapped):
                     pool.free(first * PAGE, count * PAGE)
