@@ -28,11 +28,6 @@ class Held:
         assert self.go_on.wait(DEADLINE_SECONDS)
 
 
-def deferring(called: list[membroker.Recall]) -> Callable[[membroker.Recall], object]:
-    """Return a callback that notes each recall, and defers its answer."""
-    return lambda one: called.append(one) or membroker.DEFERRED  # type: ignore[func-returns-value]
-
-
 def answer(broker: PlayedBroker) -> pb.RecallAnswer:
     """Return the next answer that the broker hears."""
     return broker.hear("recall_answer").recall_answer
