@@ -123,7 +123,7 @@ def test_refused_while_another_call_waits_for_long(pair: Pair, start: Callable[.
 @pytest.mark.parametrize("refused_first", [True, False])
 def test_fails_after_deliveries(pair: Pair, start: Callable[..., Any], refused_first: bool) -> None:
     """The answer is an error; what was delivered before it is released, however late it is read."""
-    _, broker = pair
+    connection, broker = pair
     taker = Taker()
     caller, request_id, finish = start(taker)
     if refused_first:
@@ -142,6 +142,7 @@ def test_fails_after_deliveries(pair: Pair, start: Callable[..., Any], refused_f
         released += frame.release.extent_ids
     assert acknowledged == [0, 1]
     assert taker.undone == 1
+    until(lambda: not connection._unclosed)
 
 
 def test_a_release_waits_for_its_answer(pair: Pair) -> None:
