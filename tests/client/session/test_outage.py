@@ -153,6 +153,7 @@ class TestOutage:
         until(broker.is_knocked_at)
         broker.hang_up()
         assert not broker.resume().extent_ids
+        until(lambda: not is_away(client))  # or the end would wait for a broker
 
     def test_ctrl_c_while_a_call_waits(self, broker: PlayedBroker) -> None:
         """A person does not want to wait: the call raises, nothing stays mapped, and the session goes on later."""
