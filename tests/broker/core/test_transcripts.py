@@ -2,8 +2,9 @@
 
 A line has one command, or several with `; ` between them. What followed is indented: of each command the effects, the
 facts (+), then how many requests wait and until when the core wants to be called (~), if that has changed; and at
-the end of a block and of its set-up the books (=), if they have changed. A line that begins with `given` is set-up:
-commands that must not be refused, of which only the books are shown. Sizes are in MiB, ids count from the epoch's first
+the end of a block and of its set-up the books (=), if they have changed. A fact that says what the command and the
+effects have said is not shown: that what is made was lent, or that what was released is credited. A line that begins
+with `given` is set-up: commands that must not be refused, of which only the books are shown. Sizes are in MiB, ids count from the epoch's first
 (#1; 2#1 in the second), times are seconds. Where no location stands it is the device, and a fact without a time is of
 now. With MEMBROKER_REWRITE=1 the test writes the outcomes into the files.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ class Script:
         """How many requests wait, and the core's deadline, as they were told last."""
         self.others = "at once"
         """When the others are heard before a request is refused for want of room; `later`: by the script's word."""
+        self.facts_shown = "new"
+        """Which facts of a step are shown: those that nothing else says, or `all`."""
 
     # --- commands: each is named by the first word of its line ---
 
@@ -112,7 +115,9 @@ class Script:
         unlent=tenant,tenant.
         For segments: segment_extent= (MiB), segments= of a tenant, segment_extents= of all.
         For the stock: stock_extents= and stock= (MiB). others=later: `heard` says when the others were heard.
+        facts=all: all facts are shown.
         """
+        self.facts_shown = options.pop("facts", "new")
         self.others = options.pop("others", "at once")
         capacities: dict[Location, int] = {
             "device": mib(options.pop("device", "64")),
@@ -399,6 +404,13 @@ class Script:
                 whole = effect.parts == 1 and not effect.segment
                 answer = fx.Allocated(len(effect.ids), effect.extent_bytes) if whole else None
                 assert effect.answer == answer, "only what a packet brings whole may be answered with it"
+                lent = self.broker.ledger.sessions[effect.session].extents
+                assert effect.segment or lent.keys() >= set(effect.ids), "a packet is made of what is not lent"
+            if isinstance(effect, fx.Forget):
+                assert effect.session not in self.broker.ledger.sessions, "a session is forgotten that is there"
+            if isinstance(effect, fx.Make | fx.Send) and effect.segment:
+                holders = self.broker.ledger.segments[effect.segment].holders
+                assert effect.session in holders, "a segment is sent to who does not hold it"
         recount(self.broker.ledger)
         recallable = self.broker.books.recallable
         for name, where in product(self.broker.ledger.models, self.broker.ledger.totals):
@@ -415,10 +427,21 @@ class Script:
         if isinstance(answers.get(getattr(event, "call", -1)), Denied) and not others:
             assert not step.facts, "a refusal changed something"
             assert self.books(self.broker.ledger) == before, "a refusal changed the ledger"
+        row: Any = self.broker.ledger.sessions.get(getattr(event, "session", 0))
+        match event, answers.get(getattr(event, "call", -1)):
+            case ev.Release(), fx.Released():
+                assert row.extents.keys().isdisjoint(event.ids), "what is released is not credited"
+            case ev.Declare(), fx.Declared(size):
+                charge = row.charges.get((event.name, event.location))
+                assert (charge.declared if charge else 0) == size, "what is declared is not in the books"
+            case ev.Stocked(made=True), _:
+                dropped = any(isinstance(one, fx.DropStock) for one in step.effects)
+                assert step.facts or dropped, "what was made ahead is not in the books"
         for row in self.broker.ledger.segments.values():
             busy = row.holders or self.broker.lending.making_segment(row.writer, row.segment)
             assert row.state not in ("ending", "retired") or busy, f"segment {row.segment} ends when nobody holds it"
-        return [*in_lines("", map(self.effect, step.effects)), *in_lines("+ ", map(self.plain, step.facts))]
+        shown = [one for one in step.facts if self.facts_shown == "all" or not is_said(one, event, step.effects)]
+        return [*in_lines("", map(self.effect, step.effects)), *in_lines("+ ", map(self.plain, shown))]
 
     def name(self, opened: fx.Answer) -> None:
         name = self.calls[opened.call].removeprefix("open ")
@@ -546,6 +569,36 @@ class Script:
         ]
         whole = [*totals, ", ".join(models) or "no models", ", ".join(sessions) or "nobody", ", ".join(segments)]
         return "= " + " | ".join(filter(None, whole))
+
+
+def is_said(fact: ft.Fact, event: ev.Event, effects: Sequence[fx.Effect]) -> bool:
+    """Say whether a fact says what the command or its effects say."""
+    made = [one for one in effects if isinstance(one, fx.Make)]
+    match fact:
+        case ft.Debited(session, _, where, size, first, count):
+            mine = [one.ids for one in made if (one.session, one.location, one.extent_bytes) == (session, where, size)]
+            return {extent for ids in mine for extent in ids}.issuperset(range(first, first + count))
+        case ft.Credited(session, ids, "released"):
+            return isinstance(event, ev.Release) and (event.session, set(event.ids)) == (session, set(ids))
+        case ft.DeclarationSet(session, name, where, size) if isinstance(event, ev.Declare):
+            return (event.session, event.name, event.location, event.declared_bytes) == (session, name, where, size)
+        case ft.StockChanged(where, size, 1, "made"):
+            return event == ev.Stocked(where, size, made=True)
+        case ft.StockChanged(where, size, change, "used"):
+            taken = [one.ids for one in made if one.stocked and (one.location, one.extent_bytes) == (where, size)]
+            return sum(map(len, taken)) == -change
+        case ft.StockChanged(where, size, change, "dropped"):
+            return fx.DropStock(where, size, -change) in effects
+        case ft.SegmentMoved(segment, "seal asked"):
+            return fx.Seal(segment) in effects
+        case ft.SegmentMoved(segment, "last session left"):
+            return fx.Drop(segment) in effects
+        case ft.SessionEnded(session):
+            return fx.Forget(session) in effects
+        case ft.SegmentHeld(segment, session):
+            sent = [one for one in effects if isinstance(one, fx.Make | fx.Send)]
+            return (session, segment) in [(one.session, one.segment) for one in sent]
+    return False
 
 
 def limits_of(options: dict[str, str]) -> dict[str, Any]:
