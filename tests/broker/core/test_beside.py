@@ -1,4 +1,4 @@
-"""What a step costs, and what the core keeps, beside what other tenants hold: lines are counted, as in test_recallable.
+"""What a step costs, and what the core keeps, beside what other tenants hold: lines are counted.
 
 A step may look once at each thing that others hold. Here it does something many times, and must not look as often.
 """
@@ -6,13 +6,12 @@ A step may look once at each thing that others hold. Here it does something many
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
-from types import FrameType
+from functools import partial
 from typing import Any
 
 import pytest
-from tests.support.garbage import without_collections
+from tests.support.calls import lines_of
 
 from membrokerd.core import deadlines, policy
 from membrokerd.core import effects as fx
@@ -42,7 +41,7 @@ class Beside:
             model_grace_ns=0,
         )
         self.broker = Broker(rules, epoch=1)
-        self.numbers, self.now, self.lines = itertools.count(1), 0, 0
+        self.numbers, self.now = itertools.count(1), 0
 
     @property
     def seen(self) -> ev.Seen:
@@ -64,21 +63,8 @@ class Beside:
         return effects
 
     def counted(self, event: ev.Event) -> int:
-        """Return how many lines of Python a step has run."""
-        self.lines = 0
-
-        def count(_: FrameType, what: str, __: Any) -> Any:
-            self.lines += what == "line"
-            return count
-
-        before = sys.gettrace()
-        with without_collections():
-            sys.settrace(count)
-            try:
-                self.broker.step(event, self.now)
-            finally:
-                sys.settrace(before)
-        return self.lines
+        """Return how many lines of Python a step runs."""
+        return lines_of(partial(self.broker.step, event, self.now)).total()
 
     def joined(self, tenant: str, *models: str, answers: bool | None = None) -> tuple[int, list[ModelName]]:
         """Open a session with these models."""

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import pytest
 from benchmarks.load import core
-from tests.support.calls import calls_of
-from tests.support.garbage import without_collections
+from tests.support.calls import calls_of, lines_of
 from tests.support.honest_worker import State
 
 from membrokerd.core import effects as fx
@@ -255,26 +251,6 @@ def test_where_all_keep_what_they_have_no_shares_without_them_are_worked_out() -
     assert calls["Shares._model"] <= 16, calls.most_common(10)
 
 
-def bytecodes_of(work: Callable[[], Any]) -> int:
-    """Return how many bytecodes of Python some work takes: also loops that call nothing count."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    with without_collections():
-        sys.settrace(trace)
-        try:
-            work()
-        finally:
-            sys.settrace(before)
-    return count
-
-
 @pytest.mark.parametrize("guaranteed", [False, True])
 def test_a_step_looks_once_at_each_of_many_tenants(monkeypatch: pytest.MonkeyPatch, *, guaranteed: bool) -> None:
     """64 tenants wait, as if they were 1,024: no step looks at one twice, also if it recalls memory or grants some."""
@@ -311,28 +287,6 @@ def test_a_step_looks_once_at_each_of_many_tenants(monkeypatch: pytest.MonkeyPat
     assert len(made) == 8
     assert max(looks) == 64, "each is looked at once in a step"
     assert max(divisions) <= 2, "once more after the holds have begun"
-
-
-def test_what_a_step_has_left_waits_for_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grant that cannot be sent ends a session within the same turn: the next grant must not follow at once.
-
-    Else a turn has as many grants as there are sessions that have ended, each with the effects of such an end.
-    """
-    monkeypatch.setattr(waiting, "MOST_LOOKS", 1)
-    crowd = core.Core(8)
-    lender = crowd.open("lender", "m")
-    lent = crowd.allocate(*lender, 8 * GRANULE)
-    waits = [crowd.open(f"t{number}", "m") for number in range(8)]
-    for each in waits:
-        assert not crowd.allocate(*each, wait_ns=core.WAIT_NS)
-    made = [effect for effect in crowd.release(lender[0], lent) if isinstance(effect, fx.Make)]
-    assert [effect.session for effect in made] == [waits[0][0]]
-    for session, _ in waits[:4]:
-        effects = crowd.step(ev.ConnectionLost(session))
-        assert not any(isinstance(effect, fx.Make) for effect in effects), "another grant in the same turn"
-    assert crowd.broker.deadline == 0
-    made = [effect for effect in crowd.step(ev.Elapsed()) if isinstance(effect, fx.Make)]
-    assert [effect.session for effect in made] == [waits[4][0]]
 
 
 def test_a_look_costs_nothing_for_each_model_that_keeps_what_it_is_asked_for() -> None:
@@ -485,7 +439,7 @@ def test_what_a_recall_looks_at_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         crowd.step(ev.AnswerRecall(lender[0], recall.number, recall.size))
         crowd.now += 10**11
         assert lent
-        costs.append(bytecodes_of(lambda: crowd.step(ev.Elapsed())))  # noqa: B023 - it is called at once
+        costs.append(lines_of(partial(crowd.step, ev.Elapsed())).total())
         assert crowd.broker.books.recallable.recalls, "it is asked again"
     assert costs[1] <= 1.1 * costs[0], costs
 

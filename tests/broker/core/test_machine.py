@@ -1,27 +1,23 @@
 """The core against a world of processes for tens of thousands of steps: it borrows, fails, forks, lies and dies.
 
-The world is tests/simulation's, where each step is judged; `make sim` plays it for as long as one likes. Here the
-books are looked at when all is over, and the story is held to be rich. The seed is printed.
+The world is tests/simulation's, where each step is judged, and the end; `make sim` plays it for as long as one likes.
+Here the story is held to be rich. The seed is printed.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from tests.simulation.referee import EARLY_AT_MOST
 from tests.simulation.shrink import run
-from tests.simulation.world import CAPACITIES, World
+from tests.simulation.world import World
 
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import lifecycles, policy
 from membrokerd.core.denied import Reason
-from membrokerd.core.ledger import replay
-from membrokerd.core.recount import recount
 
 STEPS = 64_000
 SEEDS = [int(seed) for seed in os.environ.get("MEMBROKER_SEEDS", "22").split(",")]
@@ -33,27 +29,10 @@ def ended(request: pytest.FixtureRequest) -> World:
     return run(request.param, STEPS)
 
 
-def test_the_books_hold_whatever_happens(ended: World, books: Callable[[Any], Any]) -> None:
-    """Every step kept the invariants, the facts alone tell the same story, and in the end nobody is charged."""
-    broker = ended.broker
-    recount(broker.ledger)
-    assert books(replay(CAPACITIES, ended.facts)) == books(broker.ledger)
-    for where, total in broker.ledger.totals.items():
-        assert (total.lent, total.releasing, total.stock, total.free) == (0, 0, 0, CAPACITIES[where])
-        assert broker.books.making[where] == 0
-    assert not broker.ledger.sessions
-    assert not broker.ledger.models
-    assert not broker.ledger.segments
-    assert not broker.ledger.labels
-    assert not broker.ledger.tenants
-    assert not broker.denials
-    assert not broker.releasing.deaths
-    assert broker.releasing.shown("device") == 0
-    assert broker.deadline is None
-    assert not ended.workers
-    assert not ended.exists
-    assert not any(ended.stock.values())
-    assert not ended.sharing.store
+def test_nothing_is_left_to_do(ended: World) -> None:
+    """Nobody is charged any more, which the referee has seen, and the core does not want to be called again."""
+    assert ended.broker.deadline is None
+    assert ended.broker.releasing.shown("device") == 0
 
 
 def test_the_world_is_rich(ended: World) -> None:
@@ -134,8 +113,3 @@ def test_the_resumes_of_the_world_are_rich(ended: World) -> None:
 def test_the_same_seed_gives_the_same_story() -> None:
     """No clock, no order of a set, no address decides anything: two runs give fact for fact the same."""
     assert run(5, 3_000).facts == run(5, 3_000).facts
-
-
-def test_every_call_is_answered(ended: World) -> None:
-    """A caller waits for its answer until it comes: every call has one, also of a session that ends."""
-    assert not ended.unanswered

@@ -1,16 +1,11 @@
-"""What a step costs beside many sessions that answer recalls, counted in lines: times say little on a busy machine.
-
-A line counts each time that it runs, so each round of a comprehension counts as well.
-"""
+"""What a step costs beside many sessions that answer recalls, counted in lines: times say little on a busy machine."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from types import FrameType
 from typing import Any
 
-from tests.support.garbage import without_collections
+from tests.support.calls import lines_of
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
@@ -63,19 +58,9 @@ class Crowd:
 
     def counted(self, event: ev.Event) -> list[Any]:
         """Return the effects of a step, whose lines are counted."""
-
-        def count(frame: FrameType, what: str, _: Any) -> Any:
-            if what == "line":
-                self.lines[frame.f_code.co_qualname] += 1
-            return count
-
-        before = sys.gettrace()
-        with without_collections():
-            sys.settrace(count)
-            try:
-                return self.step(event)
-            finally:
-                sys.settrace(before)
+        effects = list[Any]()
+        self.lines += lines_of(lambda: effects.extend(self.step(event)))
+        return effects
 
     def want(self, pages: int) -> list[fx.SendRecall]:
         """Return what is asked for when the other tenant wants some pages, and waits for them."""
