@@ -55,7 +55,7 @@ def _first_to_fail(seeds: Iterable[int]) -> World:
         world = World(seed)
         try:
             world.play_steps(STEPS)
-        except AttributeError:  # the fault uses a name that the core does not have any more: it must be mended
+        except (AttributeError, TypeError):  # the core has no such name or argument any more: the fault must be mended
             raise
         except Exception as error:  # noqa: BLE001 - whatever the core or the referee raises is what is looked for
             print(f"seed {seed}, after {world.referee.judged:,} steps: {type(error).__name__}: {error}")

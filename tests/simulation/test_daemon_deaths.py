@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from tests.simulation.faults import Fault, around, instead_of, notice, replacing
 
-from membrokerd.core import books, segments, sessions, stock
+from membrokerd.core import books, sessions, stock
 from membrokerd.core import deaths as releasing
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
-from membrokerd.core import machine as broker_module
 from membrokerd.core.sessions import Sessions
 
 pytestmark = pytest.mark.deep
@@ -24,14 +23,12 @@ pytestmark = pytest.mark.deep
 SEEDS = [20_301, 20_308, 20_304, 20_353, 20_464, *range(20_302, 20_313), 20_272, 20_276, 20_317, *range(20_400, 20_424)]
 """The first three are of worlds in which most faults show."""
 SHOWN_IN = {
-    "a_seal_is_waited_for": 20_261,
     "declared_is_declared": 20_308,
     "nobody_drops_what_was_being_dropped": 20_260,
     "nobody_tells_who_gave_up": 20_304,
     "nothing_is_ever_lost": 20_260,
     "taken_up_in_the_middle_of_a_packet": 20_308,
     "the_dead_are_taken_up": 20_300,
-    "who_waited_is_served": 20_308,
     "who_was_leaving_stays": 20_316,
 }
 """The world in which a rare fault shows soon. It is played first."""
@@ -53,8 +50,8 @@ def _states(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, ev.StateHold
     """Let the core take Holds for others than they are: `change` says which of their fields, from the session's row."""
     reconcile = Sessions._reconcile
 
-    def bent(self: Any, row: Any, event: ev.StateHolds) -> None:
-        reconcile(self, row, dataclasses.replace(event, **change(row, event)))
+    def bent(self: Any, row: Any, event: ev.StateHolds) -> Any:
+        return reconcile(self, row, dataclasses.replace(event, **change(row, event)))
 
     monkeypatch.setattr(Sessions, "_reconcile", bent)
 
@@ -74,14 +71,6 @@ def _holds_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
     _states(monkeypatch, lambda row, event: {"segments": dict(row.segments)})
 
 
-def _holds_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    _states(monkeypatch, lambda row, event: {"segments": {}})
-
-
-def _held_once_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    _states(monkeypatch, lambda row, event: {"segments": dict.fromkeys(event.segments, 99)})
-
-
 def _declared_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     def as_booked(row: Any, event: ev.StateHolds) -> Mapping[str, Any]:
         return {"declarations": {key: charge.declared for key, charge in row.charges.items()}}
@@ -93,20 +82,6 @@ def _declared_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
 def _anybody_may(resume: Any, self: Any, event: ev.ResumeSession, now: int) -> None:
     row = self._books.ledger.sessions.get(event.session)
     resume(self, dataclasses.replace(event, process=row.process if row else ""), now)
-
-
-@instead_of(Sessions, "state_holds")
-def _holds_without_a_hello(state_holds: Any, self: Any, event: ev.StateHolds, now: int) -> None:
-    row = self._books.ledger.sessions.get(event.session)
-    if row and row.state == "detached":
-        self._expected.add(event.session)
-    state_holds(self, event, now)
-
-
-@instead_of(Sessions, "answer_ready")
-def _the_name_is_not_free(_was: Any, self: Any) -> None:
-    for session in list(self._answers):
-        self._books.emit(self._answers.pop(session))
 
 
 @instead_of(Sessions, "proceed")
@@ -123,14 +98,6 @@ def _the_dead_are_taken_up(process_died: Any, self: Any, event: ev.ProcessDied, 
         process_died(self, event, now)
 
 
-@instead_of(Sessions, "_refuse_forget")
-def _anybody_is_forgotten(refuse: Any, self: Any, session: int) -> Any:
-    row = self._books.ledger.sessions.get(session)
-    if row is not None and row.state == "open" and not self._lending.making_of(session):
-        self._books.record(ft.SessionMoved(session, "connection lost", 0))
-    return refuse(self, session)
-
-
 # --- a restart with a fault ---
 
 
@@ -140,14 +107,6 @@ def _credited_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
             part._books.record(ft.Credited(row.session, tuple(row.extents), "not held"))
 
     _behind(monkeypatch, "restarted", credit)
-
-
-def _holders_are_lost_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave(part: Any) -> None:
-        for row in list(part._books.ledger.sessions.values()):
-            part._segments.leave_all(row, "not held")
-
-    _behind(monkeypatch, "restarted", leave)
 
 
 @instead_of(Sessions, "_take_over_session")
@@ -162,17 +121,6 @@ def _nobody_drops_what_was_being_dropped(method: Any, self: Any, row: Any, *, lo
         method(self, row, lost=lost)
 
 
-@instead_of(Sessions, "_take_over_segment")
-def _a_seal_is_waited_for(method: Any, self: Any, row: Any, *, lost: bool) -> None:
-    if row.state != "sealing":
-        method(self, row, lost=lost)
-
-
-@instead_of(broker_module.Broker, "__init__")
-def _ids_of_another_epoch(begin: Any, self: Any, rules: Any, epoch: int, story: Any = ()) -> None:
-    begin(self, rules, 1, story)
-
-
 @instead_of(releasing.Releasing, "restarted")
 def _the_dead_are_forgotten_by_a_restart(restarted: Any, self: Any, seen: ev.Seen, now: int) -> None:
     restarted(self, seen, now)
@@ -182,31 +130,17 @@ def _the_dead_are_forgotten_by_a_restart(restarted: Any, self: Any, seen: ev.See
 # --- orders that are not obeyed ---
 
 
-@instead_of(segments.Segments, "sealed")
-def _who_waited_is_served(sealed: Any, self: Any, event: ev.Sealed) -> None:
-    with pytest.MonkeyPatch.context() as bent:
-        bent.setattr(self._books, "refuse_debit", lambda: None)
-        sealed(self, event)
-
-
 FAULTS = (
     _not_credited,
     _credited_all_the_same,
     _holds_that_nobody_has,
-    _holds_are_forgotten,
-    _held_once_is_held,
     _declared_is_declared,
     replacing("unknown_is_not_told", sessions, "MAX_TOLD", 0),
     _anybody_may,
-    _holds_without_a_hello,
-    _the_name_is_not_free,
     _taken_up_in_the_middle_of_a_packet,
-    replacing("asked_in_the_middle", Sessions, "under_way", lambda self, session: False),
     replacing("nobody_tells_who_gave_up", Sessions, "give_up", lambda self, session: None),
     _the_dead_are_taken_up,
-    _anybody_is_forgotten,
     _credited_by_a_restart,
-    _holders_are_lost_by_a_restart,
     _everybody_is_still_connected,
     replacing("who_was_leaving_stays", Sessions, "_take_over_session", lambda self, row, now: self.detach(row, now)),
     around(
@@ -216,11 +150,8 @@ FAULTS = (
         lambda take_over, self, row, *, lost: take_over(self, row, lost=False),
     ),
     _nobody_drops_what_was_being_dropped,
-    _a_seal_is_waited_for,
-    _ids_of_another_epoch,
     _the_dead_are_forgotten_by_a_restart,
     replacing("lent_all_the_same", books.Books, "refuse_debit", lambda self: None),
-    _who_waited_is_served,
     replacing("made_ahead_all_the_same", stock.WarmPool, "_unwanted", property(lambda self: self._books.stopping)),
 )
 

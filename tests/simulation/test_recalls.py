@@ -19,7 +19,7 @@ from membrokerd.core.books import Books
 from membrokerd.core.model_holds import ModelHolds
 from membrokerd.core.recallable import Borrower, Recallable
 from membrokerd.core.recalls import Recalls
-from membrokerd.core.request_lines import BySize, RequestLines, call_of
+from membrokerd.core.request_lines import BySize
 from membrokerd.core.requests import DebitRequest, Wait
 from membrokerd.core.schedule import Schedule
 from membrokerd.core.shares import Shares
@@ -32,19 +32,10 @@ SEEDS.append(20_351)
 SEEDS_OF_WAITING = [seed for seed in range(20_260, 20_310) if is_crowded(seed)][:6]
 SHOWN_IN = {
     "a_lost_connection_ends_it": 20_261,
-    "an_answer_may_be_for_less_than_the_first_notice": 20_311,
     "any_release_counts": 20_375,
     "any_session_may_answer": 20_279,
-    "late_sessions_are_trusted": 20_455,
     "late_sessions_borrow_on": 20_285,
-    "late_sessions_can_be_asked": 20_311,
-    "lost_and_still_asked": 20_261,
     "not_looked_at_again": 20_503,
-    "raised_as_if_nothing_were_asked": 20_287,
-    "raised_in_the_second_half": 20_303,
-    "releasing_bytes_leave_room_in_a_limit": 20_711,
-    "silence_is_forgiven_on_return": 20_311,
-    "the_newest_first": 20_279,
     "without_shares": 20_311,
 }
 """The world in which a rare fault shows soon. It is played first."""
@@ -70,20 +61,9 @@ def _declarations_can_be_recalled(_was: Any, self: Any, one: Borrower) -> int:
     return charge.bytes if charge else 0
 
 
-@instead_of(Recallable, "bytes_of")
-def _late_sessions_can_be_asked(_was: Any, self: Any, one: Borrower, _can_go: object = None) -> int:
-    return max(0, self.extents_of(one) - self.kept.get(one, (0, 0))[0])
-
-
 @instead_of(Recallable, "borrowers")
 def _lost_sessions_can_be_asked(_was: Any, self: Any, name: Any, location: Any) -> Any:
     return iter([Borrower(session, name, location) for session in self._answering.get(name, ())])
-
-
-@instead_of(Recalls, "resumed")
-def _silence_is_forgiven_on_return(resumed: Any, self: Any, session: int, *rest: Any) -> None:
-    self._state.recalls = {one: recall for one, recall in self._state.recalls.items() if one.session != session}
-    resumed(self, session, *rest)
 
 
 @instead_of(Books, "record")
@@ -103,57 +83,7 @@ def _kept_for_ever(elapsed: Any, self: Any, now: int) -> None:
     self._state.kept = kept
 
 
-@instead_of(Recalls, "answer")
-def _nothing_is_kept(answer: Any, self: Any, event: Any, now: int) -> None:
-    answer(self, event, now)
-    self._state.kept.clear()
-
-
-@instead_of(Recalls, "answer")
-def _only_the_last_is_kept(answer: Any, self: Any, event: Any, now: int) -> None:
-    left = {one: recall.left for one, recall in self._state.recalls.items() if recall.number == event.recall}
-    before = dict(self._state.kept)
-    answer(self, event, now)
-    for one, size in left.items():
-        if self._state.kept.get(one) != before.get(one):
-            self._state.kept[one] = size, self._state.kept[one][1]
-
-
 # --- questions and answers ---
-
-
-@instead_of(Recalls, "ask")
-def _open_recalls_are_amended(
-    ask: Any, self: Any, name: Any, location: Any, size: int, now: int, wanted_by: Any = None
-) -> int:
-    more = size - int(ask(self, name, location, size, now, wanted_by))
-    for one in self._state.borrowers(name, location):
-        recall = self._state.recalls.get(one)
-        if recall is not None and recall.since < now and not recall.late and more > 0:
-            recall.left += more
-            return size
-    return size - more
-
-
-@instead_of(Recallable, "more_of")
-def _raised_in_the_second_half(_was: Any, self: Any, one: Any, now: int) -> int:
-    recall = self.recalls.get(one)
-    return max(0, int(self.bytes_of(one)) - (recall.left if recall else 0))
-
-
-@instead_of(Recalls, "_say")
-def _a_raise_moves_the_deadline(say: Any, self: Any, one: Any, recall: Any, size: int, within: int) -> None:
-    if size > recall.first:
-        recall.deadline += self._books.rules.recall_ns - within
-        within = self._books.rules.recall_ns
-    say(self, one, recall, size, within)
-
-
-@instead_of(Recalls, "answer")
-def _an_answer_may_be_for_less_than_the_first_notice(answer: Any, self: Any, event: Any, now: int) -> None:
-    for recall in self._state.recalls.values():
-        recall.first = 0
-    answer(self, event, now)
 
 
 @instead_of(Recalls, "released")
@@ -189,25 +119,7 @@ def _a_lost_connection_ends_it(detached: Any, self: Any, session: int) -> None:
     self._state.away.clear()
 
 
-@instead_of(Recallable, "session_moved")
-def _asked_after_the_end(_was: Any, self: Any, row: Any) -> None:
-    if row.state not in ("open", "detached"):
-        for name in [name for name, sessions in self._answering.items() if row.session in sessions]:
-            self.set_answers(row.session, name, answers=False)
-    self.changed()
-
-
 # --- how much, and of which models ---
-
-
-def _what_is_coming_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recallable, "coming", lambda *_: 0)
-    monkeypatch.setattr(Recallable, "asked_of_model", lambda *_, **__: 0)
-
-
-@instead_of(Shares, "_model")
-def _firm_bytes_have_no_share(model: Any, self: Any, *of: Any, keeps: bool) -> Any:
-    return model(self, *of, keeps=keeps)._replace(low=0)
 
 
 @instead_of(Shares, "_tenant")
@@ -221,16 +133,6 @@ def _unused_guarantees_have_a_share(tenant_part: Any, self: Any, tenant: str, wh
 
 def _what_is_wanted_soon_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DebitRequest, "wanted", property(lambda self: self.size))
-
-
-@instead_of(ModelHolds, "_begin")
-def _more_is_wanted_than_there_is(
-    hold: Any, self: Any, name: Any, location: Any, requested: int, wanted: int, now: int
-) -> None:
-    hold(self, name, location, requested, wanted, now)
-    found = self._holds[name, location]
-    size = max(found.size, self._books.admission.lent(name, location) + wanted)
-    self._holds[name, location] = found._replace(size=size)
 
 
 @instead_of(ModelHolds, "_begin")
@@ -262,58 +164,23 @@ FAULTS: tuple[Fault, ...] = (
         "firm",
         lambda self, name, where: 0 if self._recallable.is_possible else self.lent(name, where),
     ),
-    _late_sessions_can_be_asked,
     _lost_sessions_can_be_asked,
-    replacing(
-        "late_sessions_are_trusted",
-        Recallable,
-        "is_trusted",
-        lambda self, session, name, _: self.answers(session, name),
-    ),
-    replacing("all_sessions_answer", Recallable, "answers", lambda self, session, name: session is not None),
-    replacing("an_answer_ends_nothing", Recalls, "answer", lambda *_: None),
-    _silence_is_forgiven_on_return,
     replacing("late_sessions_borrow_on", Recallable, "is_marked", lambda *_: False),
     _debits_are_not_counted,
-    replacing("credits_are_not_counted", Recallable, "credited", Recallable.bound_kept),
-    around(
-        "what_is_kept_is_not_counted",
-        Recallable,
-        "count",
-        lambda count, self, one: None if one in self.kept else count(self, one),
-    ),
-    around(
-        "a_lost_connection_is_not_counted",
-        Recallable,
-        "session_moved",
-        lambda moved, self, row: None if row.state == "detached" else moved(self, row),
-    ),
     _kept_for_ever,
-    _nothing_is_kept,
     replacing("more_is_kept_than_there_is", Recallable, "bound_kept", lambda *_: None),
-    _only_the_last_is_kept,
-    _open_recalls_are_amended,
     around(
         "never_raised",
         Recallable,
         "more_of",
-        lambda more_of, self, one, now: 0 if one in self.recalls else more_of(self, one, now),
+        lambda more_of, self, one, *rest: 0 if one in self.recalls else more_of(self, one, *rest),
     ),
-    around(
-        "raised_as_if_nothing_were_asked",
-        Recallable,
-        "more_of",
-        lambda more_of, self, one, now: self.bytes_of(one) if more_of(self, one, now) else 0,
-    ),
-    _raised_in_the_second_half,
-    _a_raise_moves_the_deadline,
     around(
         "answers_are_for_all_raises",
         Recalls,
         "answer",
         lambda answer, self, event, now: answer(self, dataclasses.replace(event, size=1 << 62), now),
     ),
-    _an_answer_may_be_for_less_than_the_first_notice,
     _any_release_counts,
     _any_session_may_answer,
     _never_late,
@@ -324,31 +191,16 @@ FAULTS: tuple[Fault, ...] = (
         "_say",
         lambda say, self, one, recall, *rest: None if recall.late else say(self, one, recall, *rest),
     ),
-    replacing("lost_and_still_asked", Recalls, "detached", lambda *_: None),
     _a_lost_connection_ends_it,
-    _asked_after_the_end,
-    replacing(
-        "more_than_the_excess",
-        Recalls,
-        "not_asked",
-        lambda self, name, where: self._books.admission.lent(name, where) + (1 << 30),
-    ),
-    _what_is_coming_is_forgotten,
     replacing("limits_are_not_recalled", Schedule, "recall_above_limits", lambda *_: None),
-    replacing("nothing_is_recalled", Schedule, "_recall", lambda *_: None),
-    _firm_bytes_have_no_share,
     _unused_guarantees_have_a_share,
-    replacing("releasing_bytes_leave_room_in_a_limit", Admission, "usable_guarantee", Admission.tenant_guarantee),
     replacing("the_unlent_is_lent", Admission, "unlent", lambda *_: 0),
     replacing("a_hold_never_ends", ModelHolds, "elapsed", lambda *_: False),
     replacing("a_hold_keeps_nothing", Schedule, "_held_beside", lambda *_: 0),
-    replacing("a_hold_keeps_everything", Schedule, "_held_beside", lambda *_: 1 << 50),
     _what_is_wanted_soon_is_not_heard,
-    _more_is_wanted_than_there_is,
     _a_hold_grows_by_the_same_step,
     _beyond_its_share_in_turn,
     replacing("refused_in_its_turn", Schedule, "leaves", lambda *_: 0),
-    replacing("asked_and_still_waiting", RequestLines, "_end_if_asked", lambda *_: None),
     _not_looked_at_again,
 )
 
@@ -356,24 +208,9 @@ FAULTS: tuple[Fault, ...] = (
 # --- requests that wait: each name goes on behind "a request waits" ---
 
 
-@instead_of(schedule, "_oldest")
-def _the_newest_first(_was: Any, looks: Any, most: Any) -> Any:
-    fitting = [
-        request
-        for look, size in zip(looks, most, strict=True)
-        for request in look.line._requests.values()
-        if request.size <= size
-    ]
-    return max(fitting, key=call_of, default=None)
-
-
 FAULTS_OF_WAITING: tuple[Fault, ...] = (
     around("for_ever", Waiting, "next", lambda following, self, now: following(self, -1)),
     replacing("not_at_all", Waiting, "_wait_ns", lambda *_: 0),
-    around("twice_as_long", Waiting, "_wait_ns", lambda wait_ns, *of: 2 * wait_ns(*of)),
-    replacing("whatever_is_released", Schedule, "next", lambda *_: None),
-    _the_newest_first,
-    replacing("without_guarantees", Admission, "is_guaranteed", lambda *_: False),
     replacing("without_shares", Schedule, "_entitled", lambda *_: BySize()),
     replacing("without_weights", policy, "weight_of", lambda *_: 1),
     replacing("after_the_connection", Waiting, "give_up", lambda self, session, now: None),
@@ -389,7 +226,6 @@ FAULTS_OF_WAITING: tuple[Fault, ...] = (
         "_wait",
         lambda self, one, why: Wait(self._wait_ns(one, guaranteed=False), False, why),
     ),
-    replacing("and_is_not_counted", Waiting, "_report", lambda *_: None),
 )
 
 

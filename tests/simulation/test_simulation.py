@@ -18,9 +18,8 @@ from tests.simulation.faults import STEPS, Fault, around, instead_of, notice, re
 from tests.simulation.shrink import Failed, commands, run
 from tests.simulation.world import World
 
-from membrokerd.core import attaches, books, ledger, lending, models, policy, segments, stock
+from membrokerd.core import attaches, books, ledger, lending, models, policy, stock
 from membrokerd.core import deaths as releasing
-from membrokerd.core import effects as fx
 from membrokerd.core import facts as ft
 from membrokerd.core.admission import Admission
 from membrokerd.core.denied import Reason
@@ -86,13 +85,6 @@ def _charge_per_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ledger._APPLY, ft.SegmentHeld, charge)
 
 
-@instead_of(segments.Segments, "drop_if_left")
-def _credit_while_attached(_was: Any, self: Any, row: Any) -> None:
-    if row.state in ("ending", "retired"):
-        self._books.record(ft.SegmentMoved(row.segment, "last session left"))
-        self._books.emit(fx.Drop(row.segment))
-
-
 def _no_death_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     left = ledger.Ledger._segment_left
 
@@ -101,24 +93,6 @@ def _no_death_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
         self.segments[fact.segment].uncertain = False
 
     monkeypatch.setitem(ledger._APPLY, ft.SegmentLeft, forget)
-
-
-@instead_of(segments.Segments, "_end_writing")
-def _no_word_of_a_dead_writer(_was: Any, self: Any, row: Any, cause: str) -> None:
-    self._books.record(ft.SegmentMoved(row.segment, cause))
-    for asked in self._sealing.pop(row.segment, ()):
-        self._books.answer(asked, lending.deny(lending.Reason.WRITER_DIED))
-
-
-def _nobody_drops_what_was_not_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
-    not_sealed, drop = segments.Segments.not_sealed, segments.Segments.drop_if_left
-
-    def without_drop(self: Any, event: Any) -> None:
-        monkeypatch.setattr(segments.Segments, "drop_if_left", lambda self, row: None)
-        not_sealed(self, event)
-        monkeypatch.setattr(segments.Segments, "drop_if_left", drop)
-
-    monkeypatch.setattr(segments.Segments, "not_sealed", without_drop)
 
 
 @instead_of(releasing.Releasing, "segment_dropped")
@@ -137,16 +111,11 @@ def _models_end_under_segments(_was: Any, self: Any, row: Any) -> None:
 
 
 @instead_of(Admission, "levels")
-def _owners_may_not_use_it(levels: Any, self: Any, name: Any, location: Any, session: Any) -> Any:
+def _owners_may_not_use_it(levels: Any, self: Any, name: Any, location: Any, *rest: Any) -> Any:
     """What is kept for a tenant is kept from the tenant, too."""
-    *lower, (*capacity, room) = levels(self, name, location, session)
+    *lower, (*capacity, room) = levels(self, name, location, *rest)
     left = max(0, self._ledger.totals[location].free - self.reserved(location))
     return [*lower, (*capacity, min(room, left))]
-
-
-@instead_of(Admission, "_reserved_for")
-def _tenants_are_not_kept_for(_was: Any, self: Any, tenant: str, location: Any) -> int:
-    return self._by_models(tenant, location)[0]
 
 
 # --- a stock with a fault ---
@@ -161,12 +130,12 @@ def _refused_for_stock(admit: Any, self: Any, name: Any, location: Any, size: in
 
 
 @instead_of(lending.Lending, "_emit")
-def _stock_for_segments(emit: Any, self: Any, session: int, call: Any, part: int) -> None:
+def _stock_for_segments(emit: Any, self: Any, session: int, call: Any, *packet: Any) -> None:
     if call.sends:
-        emit(self, session, call, part)
+        emit(self, session, call, *packet)
         return
     generation, call.segment = call.segment, 0
-    emit(self, session, call, part)
+    emit(self, session, call, *packet)
     call.segment = generation
     effects = self._books.emit.__self__
     effects[-1] = dataclasses.replace(effects[-1], segment=generation)
@@ -176,32 +145,11 @@ def _is_there(self: Any, location: Location, extent_bytes: int, count: int) -> b
     return bool(self._ready.get((location, extent_bytes), 0) >= count and not self._books.stopping)
 
 
-@instead_of(stock.WarmPool, "take")
-def _taken_and_not_there(_was: Any, self: Any, location: Location, extent_bytes: int, count: int) -> bool:
-    if self._ready:
-        self._change((location, extent_bytes), -count, "used")
-    return bool(self._ready)
-
-
-@instead_of(stock.WarmPool, "stocked")
-def _a_failure_makes_it_stay(stocked: Any, self: Any, event: Any) -> None:
-    stocked(self, event)
-    if not event.made:
-        self._wishes.pop((event.location, event.extent_bytes), None)
-
-
 @instead_of(stock.WarmPool, "fill")
 def _made_while_others_wait(fill: Any, self: Any) -> None:
     making, self._books.making = self._books.making, {}
     fill(self)
     self._books.making = making
-
-
-@instead_of(stock.WarmPool, "_wants")
-def _more_than_there_may_be(_was: Any, self: Any, kind: Any) -> bool:
-    total = self._books.ledger.totals[kind[0]]
-    here = self._ready.get(kind, 0) < self._wishes[kind].count
-    return here and total.charged + total.stock + kind[1] <= total.capacity
 
 
 def _beyond_the_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,68 +172,42 @@ def _used_and_still_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ledger._APPLY, ft.StockChanged, count)
 
 
-@instead_of(lending.Lending, "_emit")
-def _still_to_be_made(emit: Any, self: Any, session: int, call: Any, part: int) -> None:
-    emit(self, session, call, part)
-    if part in call.stocked:
-        ids, size = call.packet(part)
-        self._books.making[call.location] += size * len(ids)
-
-
 FAULTS = (
     replacing("refused_at_once", policy, "WANTS_OF_ROOM", frozenset((Reason.CAPACITY, Reason.TENANT_LIMIT))),
-    replacing("others_are_heard_for_ever", Waiting, "inputs_drained", lambda *_: None),
     replacing("who_is_gone_is_decided", Waiting, "give_up", lambda self, session, now: None),
     around("no_tenant_limit", policy, "limit_of", lambda limit_of, *of: limit_of(*of) if of[2][1] else None),
-    replacing("no_commanded_limit", policy, "limit_of", lambda _, rules, key: rules.limits.get(key)),
     _no_capacity,
     replacing("wide_window", policy, "WINDOW", 192),
     replacing("everything_is_proof", releasing.Releasing, "_proven", lambda *_: True),
-    replacing("nothing_is_ever_due", releasing.Releasing, "_is_due", lambda self, death, now: self._proven(death, 1)),
     _ids_again,
-    replacing("forgetful_not_made", lending.Lending, "_abandon", lambda self, session, call: None),
     replacing("unanswered", lending.Lending, "give_up", lambda self, row, now: None),
     _charge_per_attach,
-    _credit_while_attached,
     _no_death_is_a_doubt,
     replacing("the_lost_wait_on", attaches.Attaches, "give_up", lambda self, session: None),
-    _no_word_of_a_dead_writer,
-    replacing("deaf_to_the_time", attaches.Attaches, "elapsed", lambda self, now: None),
     replacing("drop_while_it_is_made", lending.Lending, "making_segment", lambda *_: False),
     replacing("failed_calls_hold", lending.CallInFlight, "any_sent", True),
-    replacing("failed_calls_never_hold", lending.CallInFlight, "any_sent", False),
-    replacing("sealed_is_said_too_early", segments.Segments, "not_sealed", segments.Segments.sealed),
-    _nobody_drops_what_was_not_sealed,
     _settle_on_an_old_figure,
     _models_end_under_segments,
     replacing("nothing_is_kept", Admission, "reserved", lambda self, location: 0),
     _owners_may_not_use_it,
     # Memory that is releasing counts as the tenant's, so that its guarantee looks used.
     replacing("the_dead_use_it", ledger.Ledger, "tenant_lent", ledger.Ledger.tenant_charged),
-    replacing("models_are_not_kept_for", Admission, "_by_models", lambda *_: (0, 0)),
-    _tenants_are_not_kept_for,
 )
 
 
 FAULTS_OF_STOCK = (
     replacing("used_and_not_taken", stock.WarmPool, "take", _is_there),
-    _taken_and_not_there,
     replacing(
         "dropped_and_not_told", stock.WarmPool, "_drop", lambda self, kind, count: self._change(kind, -count, "dropped")
     ),
     _refused_for_stock,
-    replacing("full_beside_stock", stock.WarmPool, "drop_all", lambda self, location: False),
     replacing("tried_again_beside_stock", stock.WarmPool, "drop_all", lambda self, location: bool(self._ready)),
-    replacing("no_room_is_made", stock.WarmPool, "make_room", lambda self, location: None),
     _stock_for_segments,
     replacing("never_forgotten", stock.WarmPool, "forget_stale", lambda self, now: None),
-    _a_failure_makes_it_stay,
     _made_while_others_wait,
-    _more_than_there_may_be,
     _beyond_the_capacity,
     replacing("made_all_the_same", stock.WarmPool, "take", lambda self, location, extent_bytes, count: False),
     _used_and_still_counted,
-    _still_to_be_made,
 )
 
 
