@@ -434,6 +434,12 @@ class Script:
             case ev.Declare(), fx.Declared(size):
                 charge = row.charges.get((event.name, event.location))
                 assert (charge.declared if charge else 0) == size, "what is declared is not in the books"
+            case ev.ConnectionLost(), _:
+                assert row is None or row.state != "open", "its connection is lost, and it is open"
+            case ev.ProcessDied(), _:
+                assert row is None or row.state == "releasing", "its process has died, and it is not releasing"
+            case ev.StateHolds(), fx.Reconciled():
+                assert row.state == "open", "it is taken up again, and not open"
             case ev.Stocked(made=True), _:
                 dropped = any(isinstance(one, fx.DropStock) for one in step.effects)
                 assert step.facts or dropped, "what was made ahead is not in the books"
@@ -589,6 +595,13 @@ def is_said(fact: ft.Fact, event: ev.Event, effects: Sequence[fx.Effect]) -> boo
             return sum(map(len, taken)) == -change
         case ft.StockChanged(where, size, change, "dropped"):
             return fx.DropStock(where, size, -change) in effects
+        case ft.SessionMoved(session, "connection lost"):
+            return event == ev.ConnectionLost(session)
+        case ft.SessionMoved(session, "process died"):
+            return isinstance(event, ev.ProcessDied) and event.session == session
+        case ft.SessionMoved(session, "resumed"):
+            reconciled = any(isinstance(one, fx.Answer) and isinstance(one.result, fx.Reconciled) for one in effects)
+            return reconciled and isinstance(event, ev.StateHolds) and event.session == session
         case ft.SegmentMoved(segment, "seal asked"):
             return fx.Seal(segment) in effects
         case ft.SegmentMoved(segment, "last session left"):
