@@ -4,9 +4,9 @@ A line has one command, or several with `; ` between them. What followed is inde
 facts (+), then how many requests wait and until when the core wants to be called (~), if that has changed; and at
 the end of a block and of its set-up the books (=), if they have changed. A fact that says what the command and the
 effects have said is not shown: that what is made was lent, or that what was released is credited. A line that begins
-with `given` is set-up: commands that must not be refused, of which only the books are shown. Sizes are in MiB, ids count from the epoch's first
-(#1; 2#1 in the second), times are seconds. Where no location stands it is the device, and a fact without a time is of
-now. With MEMBROKER_REWRITE=1 the test writes the outcomes into the files.
+with `given` is set-up: commands that must not be refused, of which only the books are shown. Sizes are in MiB, ids
+count from the epoch's first (#1; 2#1 in the second), times are seconds. Where no location stands it is the device, and
+a fact without a time is of now. With MEMBROKER_REWRITE=1 the test writes the outcomes into the files.
 """
 
 from __future__ import annotations
@@ -440,9 +440,12 @@ class Script:
                 assert row is None or row.state == "releasing", "its process has died, and it is not releasing"
             case ev.StateHolds(), fx.Reconciled():
                 assert row.state == "open", "it is taken up again, and not open"
+            case ev.Dropped(segment), _:
+                dropped = self.broker.ledger.segments.get(segment)
+                assert dropped is None or dropped.state == "releasing", "a segment is dropped, and goes on"
             case ev.Stocked(made=True), _:
-                dropped = any(isinstance(one, fx.DropStock) for one in step.effects)
-                assert step.facts or dropped, "what was made ahead is not in the books"
+                is_dropped = any(isinstance(one, fx.DropStock) for one in step.effects)
+                assert step.facts or is_dropped, "what was made ahead is not in the books"
         for row in self.broker.ledger.segments.values():
             busy = row.holders or self.broker.lending.making_segment(row.writer, row.segment)
             assert row.state not in ("ending", "retired") or busy, f"segment {row.segment} ends when nobody holds it"
@@ -602,6 +605,13 @@ def is_said(fact: ft.Fact, event: ev.Event, effects: Sequence[fx.Effect]) -> boo
         case ft.SessionMoved(session, "resumed"):
             reconciled = any(isinstance(one, fx.Answer) and isinstance(one.result, fx.Reconciled) for one in effects)
             return reconciled and isinstance(event, ev.StateHolds) and event.session == session
+        case ft.SegmentBegan() if isinstance(event, ev.CreateSegment):
+            size = fact.extent_bytes * (fact.count - 1) + fact.last_bytes
+            asked = SegmentName(*fact.name, fact.label), size, fact.writer
+            count = sum(len(one.ids) for one in made if one.segment == fact.segment)
+            return (*asked, fact.count) == (event.name, event.size, event.session, count)
+        case ft.SegmentEnded(segment, None):
+            return event == ev.Dropped(segment)
         case ft.SegmentMoved(segment, "seal asked"):
             return fx.Seal(segment) in effects
         case ft.SegmentMoved(segment, "last session left"):
