@@ -263,37 +263,8 @@ def test_an_alert_fires_when_it_should_and_not_otherwise(tmp_path: Path) -> None
 
 
 def test_each_alert_is_seen_to_fire_and_to_be_silent() -> None:
-    assert {case.alert for case in cases() if case.fires} == set(SEVERITIES)
-    assert {case.alert for case in cases() if case.silent} == set(SEVERITIES)
-
-
-PLACES = """
-rule_files: [RULES]
-evaluation_interval: 1m
-tests:
-  - interval: 1m
-    input_series:
-      - {series: 'membroker_log_lines_dropped_total{job="m",instance="10.0.0.7:9710",node="node-7",gpu_uuid="GPU-1"}',
-         values: '0 9x9'}
-      - {series: 'membroker_log_lines_dropped_total{job="m",instance="big-box:9710",gpu_uuid="GPU-2"}', values: '0 9x9'}
-    alert_rule_test:
-      - alertname: MembrokerLogLinesDropped
-        eval_time: 3m
-        exp_alerts:
-          - exp_labels: {severity: warning, job: m, instance: '10.0.0.7:9710', node: node-7, gpu_uuid: GPU-1}
-            exp_annotations: {summary: 'node-7, GPU-1: the log has gaps.'}
-          - exp_labels: {severity: warning, job: m, instance: 'big-box:9710', gpu_uuid: GPU-2}
-            exp_annotations: {summary: 'big-box:9710, GPU-2: the log has gaps.'}
-"""
-
-
-def test_an_alert_begins_with_its_machine_and_gpu(tmp_path: Path) -> None:
-    """The address of a pod says nothing at night, so it is the node where there is a label `node`."""
-    promtool = tool("promtool", "Debian: apt-get install prometheus")
+    """And begins with its machine and GPU: a pod's address says nothing at night, so it is the node where one is."""
     place = r"\{\{ or \$labels\.node \$labels\.instance \}\}(, \{\{ \$labels\.gpu_uuid|\{\{ with \$labels\.gpu_uuid)"
     assert len(re.findall(rf"summary: >-\n +{place}", RULES.read_text())) == len(SEVERITIES)
-    rules, test = tmp_path / "alerts.yml", tmp_path / "test.yml"
-    other = r"^ {10}(?:runbook_url|description):.*\n(?: {12}.*\n)*"
-    rules.write_text(re.sub(other, "", RULES.read_text(), flags=re.MULTILINE))
-    test.write_text(PLACES.replace("RULES", str(rules)))
-    check(promtool, "test", "rules", test)
+    assert {case.alert for case in cases() if case.fires} == set(SEVERITIES)
+    assert {case.alert for case in cases() if case.silent} == set(SEVERITIES)

@@ -124,6 +124,8 @@ class Prometheus:
 @contextmanager
 def prometheus(directory: Path, metrics_url: str) -> Iterator[Prometheus]:
     """Run a Prometheus that scrapes a daemon."""
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
     made = Prometheus(directory, metrics_url)
     try:
         yield made
@@ -181,8 +183,6 @@ def test_every_alert_fires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stde
 
     And guarantees that cannot be kept, a worker that does not answer a recall, a drain, and restarts.
     """
-    if shutil.which("prometheus") is None:
-        pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with (
         running(CONFIG) as daemon,
@@ -235,8 +235,6 @@ def test_every_alert_fires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stde
 
 def test_a_lost_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU falls off the bus: the pager goes off, and stops when the GPU is back."""
-    if shutil.which("prometheus") is None:
-        pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
     faults = with_faults(tmp_path, monkeypatch)
     with (
         running({"driver": "cuda", "capacity": "1GiB", "audit_seconds": 0.1}) as daemon,
@@ -262,8 +260,6 @@ def test_a_lost_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_without_its_daemon_among_others(tmp_path: Path) -> None:
     """`membrokerd --all`, as in Kubernetes: one daemon fails at each start, and the port answers all the same."""
-    if shutil.which("prometheus") is None:
-        pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
     with tempfile.TemporaryDirectory(prefix="mb-") as directory:
         state = Path(directory, "run", "host-1", "state")
         state.mkdir(parents=True)

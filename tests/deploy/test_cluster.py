@@ -246,33 +246,6 @@ def test_install_test_upgrade_rollback_and_uninstall(cluster: Cluster, chart: Pa
     assert not [name for name in left if name.startswith("membroker")]
 
 
-def test_a_node_gets_more_keepers_when_its_pod_is_deleted(cluster: Cluster, chart: Path) -> None:
-    """`gpus` is raised from 4 to 8: the daemons are replaced at once, and the keepers by hand."""
-    cluster.make("/apis/node.k8s.io/v1/runtimeclasses", "RuntimeClass", "node.k8s.io/v1", "nvidia", handler="nvidia")
-    config = helm.Config(kubeconfig_path=cluster.kubeconfig, namespace="membroker")
-    config.install(chart, "membroker", {**TENANTS, "gpus": 4}, namespace="membroker")
-    until(lambda: cluster.set("membrokerd") == (2, 2, 2))
-    until(lambda: cluster.set("membroker-keeper") == (2, 2, 2))
-
-    def keepers() -> dict[str, tuple[str, int]]:
-        """Return the name of each node's pod, and how many containers it has."""
-        return {
-            pod["spec"].get("nodeName", ""): (pod["metadata"]["name"], len(pod["spec"]["containers"]))
-            for pod in cluster.all_of(f"{SPACE}/pods")
-            if pod["metadata"]["labels"]["app.kubernetes.io/name"] == "membroker-keeper"
-        }
-
-    before = keepers()
-    config.upgrade(chart, "membroker", {**TENANTS, "gpus": 8})
-    until(lambda: cluster.set("membroker-keeper") == (2, 2, 0))
-    until(lambda: cluster.set("membrokerd") == (2, 2, 2))
-    assert keepers() == before
-    assert {count for _, count in before.values()} == {4}
-    assert cluster.ask("DELETE", f"{SPACE}/pods/{before['gpu-0'][0]}")
-    until(lambda: keepers().get("gpu-0", ("", 0))[1] == 8)
-    assert keepers()["gpu-1"] == before["gpu-1"]
-
-
 def test_the_api_server_takes_every_option_and_the_example(cluster: Cluster) -> None:
     """Its own validation knows more than a schema: names that refer to others, what excludes what, and which values."""
     cluster.make("/apis/node.k8s.io/v1/runtimeclasses", "RuntimeClass", "node.k8s.io/v1", "nvidia", handler="nvidia")
@@ -280,8 +253,7 @@ def test_the_api_server_takes_every_option_and_the_example(cluster: Cluster) -> 
     cluster.make("/api/v1/namespaces", "Namespace", "v1", "acme")
     example = [each for each in load_yaml(EXAMPLE.read_text()) if each["kind"] != "Namespace"]
     known, refused = set(), []
-    of_chart = [documents(values) for values in (EVERYTHING, {**EVERYTHING, "dra": {"enabled": True}}, OF_NOBODY)]
-    for all_ in (*of_chart, example):
+    for all_ in (documents(EVERYTHING), documents(OF_NOBODY), example):
         for each in all_:
             kind, version = each["kind"], each["apiVersion"]
             group = "/api/v1" if version == "v1" else f"/apis/{version}"

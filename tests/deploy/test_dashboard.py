@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import threading
 import time
 import tomllib
@@ -37,35 +36,13 @@ def queries() -> list[tuple[str, str]]:
 
 
 def test_the_dashboard_refers_to_what_exists() -> None:
-    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in BOARD["panels"]]
-    assert len(set(places)) == len(places), "no panel lies over another"
     text = " ".join(expr for _, expr in queries())
     named = {re.sub(r"_(bucket|count|sum)$", "", name) for name in re.findall(r"\bmembroker_\w+", text)}
     assert named <= set(catalog.ALL)
-    variables = {variable["name"] for variable in BOARD["templating"]["list"]}
-    assert set(re.findall(r"\$\{?(?!__)(\w+)", json.dumps(BOARD))) == variables == {"datasource", "gpu_uuid"}
-
-
-def test_no_panel_has_two_kinds_of_numbers() -> None:
-    """Bytes beside rates on one axis: what was small could not be read."""
-    for panel in BOARD["panels"]:
-        kinds = {
-            "s" if "quantile" in expr else "rate" if "rate(" in expr else "share" if " / " in expr else "bytes"
-            for expr in (target["expr"] for target in panel["targets"])
-        }
-        assert len(kinds) == 1, panel["title"]
-        assert panel["fieldConfig"]["defaults"]["unit"] != "short"
-
-
-def test_the_board_of_all_gpus_has_a_row_for_each() -> None:
-    """Each query has one series for a GPU, so that Grafana merges them into rows; a row leads to the GPU's board."""
-    (table,) = FLEET["panels"]
-    for target in table["targets"]:
-        assert re.search(r"by \(gpu_uuid, instance, node[,)]", target["expr"])
-        assert target["instant"]
-        assert target["format"] == "table"
-    assert f"/d/{BOARD['uid']}?var-gpu_uuid=" in json.dumps(FLEET)
-    assert set(re.findall(r"\$\{?(?!__)(\w+)", json.dumps(FLEET))) == {"datasource"}
+    for board, variables in ((BOARD, {"datasource", "gpu_uuid"}), (FLEET, {"datasource"})):
+        assert {variable["name"] for variable in board["templating"]["list"]} == variables
+        assert set(re.findall(r"\$\{?(?!__)(\w+)", json.dumps(board))) == variables
+    assert f"/d/{BOARD['uid']}?var-gpu_uuid=" in json.dumps(FLEET), "a row leads to the GPU's board"
 
 
 def test_each_alert_has_a_runbook() -> None:
@@ -100,8 +77,6 @@ def ask(watch: Prometheus, expr: str) -> Any:
 @pytest.mark.deep
 def test_each_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
     """Two tenants at work: one is refused, one waits, one was recalled, and a segment is shared. No panel is empty."""
-    if shutil.which("prometheus") is None:
-        pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
     with running(CONFIG) as daemon, prometheus(tmp_path, daemon.device().metrics_url) as watch, ExitStack() as stack:
         red, blue, reader = (
             stack.enter_context(membroker.connect(daemon.endpoint(name))) for name in ("red", "blue", "red")
@@ -174,75 +149,63 @@ def test_no_alert_fires_in_a_quiet_hour(tmp_path: Path) -> None:
         check(promtool, "test", "rules", test)
 
 
-RULE_TESTS = """
-rule_files: [RULES]
-evaluation_interval: 1m
-tests:
-  - interval: 1m
-    input_series:
-      # Kubernetes: two containers have the GPU, so dcgm-exporter has two series for it.
-      - {series: 'DCGM_FI_DEV_FB_USED{UUID="GPU-1",gpu="0",modelName="H200",Hostname="n1",pod="a"}', values: '1024x10'}
-      - {series: 'DCGM_FI_DEV_FB_USED{UUID="GPU-1",gpu="0",modelName="H200",Hostname="n1",pod="b"}', values: '1024x10'}
-      - {series: 'DCGM_FI_DEV_GPU_UTIL{UUID="GPU-1",gpu="0",Hostname="n1",pod="a"}', values: '50x10'}
-      - {series: 'membroker_model_used_bytes{gpu_uuid="GPU-1",tenant="a",model="m",location="device"}', values: '7x10'}
-      - {series: 'membroker_tenant_used_bytes{gpu_uuid="GPU-1",tenant="a",location="device"}', values: '7x10'}
-      - {series: 'membroker_tenant_limit_bytes{gpu_uuid="GPU-1",tenant="a",location="device"}', values: '14x10'}
-      - {series: 'membroker_tenant_denials_total{gpu_uuid="GPU-1",tenant="a",reason="CAPACITY"}', values: '0+60x10'}
-      - {series: 'membroker_model_denials_total{gpu_uuid="GPU-1",tenant="a",model="m",reason="CAPACITY"}',
-         values: '0+60x10'}
-      - {series: 'membroker_request_seconds_bucket{gpu_uuid="GPU-1",method="A",le="1"}', values: '0+60x10'}
-      - {series: 'membroker_request_seconds_bucket{gpu_uuid="GPU-1",method="A",le="+Inf"}', values: '0+60x10'}
-      # Its exporter was replaced: the old pod's series are there for five minutes more.
-      - {series: 'DCGM_FI_DEV_FB_USED{UUID="GPU-2",gpu="0",modelName="H200",Hostname="old"}', values: '1024x4'}
-      - {series: 'DCGM_FI_DEV_FB_USED{UUID="GPU-2",gpu="0",modelName="H200",Hostname="new"}', values: '_x4 1024x10'}
-      - {series: 'membroker_model_used_bytes{gpu_uuid="GPU-2",tenant="a",model="m",location="device"}', values: '7x10'}
-      # Two MIG instances, one of which two containers have.
-      - {series: 'DCGM_FI_DEV_FB_USED{UUID="GPU-3",GPU_I_ID="1",gpu="1",modelName="H200",Hostname="n1",pod="a"}',
-         values: '512x10'}
-      - {series: 'DCGM_FI_DEV_FB_USED{UUID="GPU-3",GPU_I_ID="1",gpu="1",modelName="H200",Hostname="n1",pod="b"}',
-         values: '512x10'}
-      - {series: 'DCGM_FI_DEV_FB_USED{UUID="GPU-3",GPU_I_ID="2",gpu="1",modelName="H200",Hostname="n1"}',
-         values: '256x10'}
-    promql_expr_test:
-      - expr: membroker:model_used_bytes:by_gpu{gpu_uuid="GPU-1"}
-        eval_time: 5m
-        exp_samples:
-          - {labels: 'membroker:model_used_bytes:by_gpu{gpu_uuid="GPU-1",gpu="0",modelName="H200",Hostname="n1",
-              tenant="a",model="m",location="device"}', value: 7}
-      - expr: gpu_uuid:dcgm_memory_used_bytes
-        eval_time: 5m
-        exp_samples:
-          - {labels: 'gpu_uuid:dcgm_memory_used_bytes{gpu_uuid="GPU-1"}', value: 1073741824}
-          - {labels: 'gpu_uuid:dcgm_memory_used_bytes{gpu_uuid="GPU-2"}', value: 1073741824}
-          - {labels: 'gpu_uuid:dcgm_memory_used_bytes{gpu_uuid="GPU-3"}', value: 805306368}
-      - {expr: 'count by (gpu_uuid) (membroker:model_used_bytes:by_gpu)', eval_time: 6m,
-         exp_samples: [{labels: '{gpu_uuid="GPU-1"}', value: 1}, {labels: '{gpu_uuid="GPU-2"}', value: 1}]}
-      - {expr: 'sum by (gpu_uuid) (gpu_uuid:dcgm_info)', eval_time: 6m,
-         exp_samples: [{labels: '{gpu_uuid="GPU-1"}', value: 1}, {labels: '{gpu_uuid="GPU-2"}', value: 1},
-           {labels: '{gpu_uuid="GPU-3"}', value: 1}]}
-      - {expr: 'membroker:tenant_denials:rate5m', eval_time: 6m,
-         exp_samples: [{labels: 'membroker:tenant_denials:rate5m{gpu_uuid="GPU-1",tenant="a",reason="CAPACITY"}',
-           value: 1}]}
-      - {expr: 'membroker:denials:rate5m', eval_time: 6m,
-         exp_samples: [{labels: 'membroker:denials:rate5m{gpu_uuid="GPU-1",tenant="a",model="m",reason="CAPACITY"}',
-           value: 1}]}
-      - {expr: 'membroker:request_seconds:p99', eval_time: 6m,
-         exp_samples: [{labels: 'membroker:request_seconds:p99{gpu_uuid="GPU-1",method="A"}', value: 0.99}]}
-      - expr: gpu_uuid:dcgm_utilization:ratio
-        eval_time: 5m
-        exp_samples: [{labels: 'gpu_uuid:dcgm_utilization:ratio{gpu_uuid="GPU-1"}', value: 0.5}]
-      - expr: membroker:tenant_limit_used:ratio
-        eval_time: 5m
-        exp_samples:
-          - {labels: 'membroker:tenant_limit_used:ratio{gpu_uuid="GPU-1",tenant="a",location="device"}', value: 0.5}
+DCGM = """
+# Kubernetes: two containers have the GPU, so dcgm-exporter has two series for it.
+DCGM_FI_DEV_FB_USED{UUID="GPU-1",gpu="0",modelName="H200",Hostname="n1",pod="a"} 1024x10
+DCGM_FI_DEV_FB_USED{UUID="GPU-1",gpu="0",modelName="H200",Hostname="n1",pod="b"} 1024x10
+DCGM_FI_DEV_GPU_UTIL{UUID="GPU-1",gpu="0",Hostname="n1",pod="a"} 50x10
+membroker_model_used_bytes{gpu_uuid="GPU-1",tenant="a",model="m",location="device"} 7x10
+membroker_tenant_used_bytes{gpu_uuid="GPU-1",tenant="a",location="device"} 7x10
+membroker_tenant_limit_bytes{gpu_uuid="GPU-1",tenant="a",location="device"} 14x10
+membroker_tenant_denials_total{gpu_uuid="GPU-1",tenant="a",reason="CAPACITY"} 0+60x10
+membroker_model_denials_total{gpu_uuid="GPU-1",tenant="a",model="m",reason="CAPACITY"} 0+60x10
+membroker_request_seconds_bucket{gpu_uuid="GPU-1",method="A",le="1"} 0+60x10
+membroker_request_seconds_bucket{gpu_uuid="GPU-1",method="A",le="+Inf"} 0+60x10
+# Its exporter was replaced: the old pod's series are there for five minutes more.
+DCGM_FI_DEV_FB_USED{UUID="GPU-2",gpu="0",modelName="H200",Hostname="old"} 1024x4
+DCGM_FI_DEV_FB_USED{UUID="GPU-2",gpu="0",modelName="H200",Hostname="new"} _x4 1024x10
+membroker_model_used_bytes{gpu_uuid="GPU-2",tenant="a",model="m",location="device"} 7x10
+# Two MIG instances, one of which two containers have.
+DCGM_FI_DEV_FB_USED{UUID="GPU-3",GPU_I_ID="1",gpu="1",modelName="H200",Hostname="n1",pod="a"} 512x10
+DCGM_FI_DEV_FB_USED{UUID="GPU-3",GPU_I_ID="1",gpu="1",modelName="H200",Hostname="n1",pod="b"} 512x10
+DCGM_FI_DEV_FB_USED{UUID="GPU-3",GPU_I_ID="2",gpu="1",modelName="H200",Hostname="n1"} 256x10
 """
+ONE, TWO, THREE = (f'{{gpu_uuid="GPU-{number}"}}' for number in (1, 2, 3))
+RULES_GIVE = {
+    "sum by (gpu_uuid, Hostname, modelName) (membroker:model_used_bytes:by_gpu{gpu_uuid='GPU-1'})": {
+        '{gpu_uuid="GPU-1",Hostname="n1",modelName="H200"}': 7
+    },
+    "sum by (gpu_uuid) (gpu_uuid:dcgm_memory_used_bytes)": {ONE: 1 << 30, TWO: 1 << 30, THREE: 768 << 20},
+    "count by (gpu_uuid) (membroker:model_used_bytes:by_gpu)": {ONE: 1, TWO: 1},
+    "sum by (gpu_uuid) (gpu_uuid:dcgm_info)": {ONE: 1, TWO: 1, THREE: 1},
+    "sum by (gpu_uuid) (gpu_uuid:dcgm_utilization:ratio)": {ONE: 0.5},
+    "sum by (gpu_uuid, tenant) (membroker:tenant_limit_used:ratio)": {'{gpu_uuid="GPU-1",tenant="a"}': 0.5},
+    "sum by (tenant, reason) (membroker:tenant_denials:rate5m)": {'{tenant="a",reason="CAPACITY"}': 1},
+    "sum by (model, reason) (membroker:denials:rate5m)": {'{model="m",reason="CAPACITY"}': 1},
+    "sum by (method) (membroker:request_seconds:p99)": {'{method="A"}': 0.99},
+}
 
 
 def test_the_rules_join_with_dcgm_exporter(tmp_path: Path) -> None:
     promtool = tool("promtool", "Debian: apt-get install prometheus")
     rules = DEPLOY / "prometheus" / "rules.yml"
+    series = [line.partition("} ") for line in DCGM.strip().splitlines() if not line.startswith("#")]
+    expected = [
+        {
+            "expr": expr,
+            "eval_time": "6m",
+            "exp_samples": [{"labels": labels, "value": value} for labels, value in samples.items()],
+        }
+        for expr, samples in RULES_GIVE.items()
+    ]
+    given = [{"series": name + "}", "values": values} for name, _, values in series]
+    document = {
+        "rule_files": [str(rules)],
+        "evaluation_interval": "1m",
+        "tests": [{"interval": "1m", "input_series": given, "promql_expr_test": expected}],
+    }
     test = tmp_path / "test.yml"
-    test.write_text(RULE_TESTS.replace("RULES", str(rules)))
+    test.write_text(json.dumps(document))  # JSON is YAML
     check(promtool, "test", "rules", test)
     names = set(re.findall(r"\bmembroker_\w+", rules.read_text()))
     assert {re.sub(r"_bucket$", "", name) for name in names} <= set(catalog.ALL)

@@ -83,11 +83,3 @@ def test_man_shows_the_page(page: str) -> None:
         for action in command._actions:
             assert all(option in plain for option in action.option_strings if option not in ("-h", "--help")), words
     assert "examples:" in plain
-
-
-def test_the_wheel_installs_them() -> None:
-    """`pip install` puts them below PREFIX/share, where docs/systemd.md says they are."""
-    import tomllib
-
-    project = tomllib.loads((SHARE.parents[1] / "pyproject.toml").read_text())
-    assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["shared-data"] == {"deploy/share": "share"}
