@@ -24,13 +24,6 @@ TIMINGS = {
     *(f"recalled.{within}" for within in ("spare", "guaranteed", "share")),
     *("core.extent", "core.guaranteed", "core.schedule"),
 }
-COMPARED = TIMINGS - {
-    *("bare.echo.one_core", "bare.echo", "bare.lend.one_core", "bare.lend", "bare.grpc"),
-    *("raw", "grpc", "handoff.close", "many.bare", "many.close"),
-    *("idle.alone", "extents.alone", "extents.scrape", "extents.get_device", "models.alone", "models.scrape_one"),
-    *("refused.alone", "refused.granted", "floods.alone"),
-    *("recalled.spare", "recalled.guaranteed", "recalled.share", "core.extent", "core.schedule"),
-}
 FIGURES = {
     *(f"idle.{what}" for what in ("before.rss", "before.pss", "sessions", "cpu", "busy_cpu", "with.rss", "with.pss")),
     *(f"extents.{what}{each}" for what in ("fill", "rss", "release") for each in ("", "_each")),
@@ -61,25 +54,20 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
 
 
 def test_every_row_is_there(quick: tuple[Any, str]) -> None:
-    document, _ = quick
-    assert {"processor", "cores", "kernel", "python", "grpc", "protobuf"} <= document["machine"].keys()
-    assert all(0 <= percent <= 100 for section in document["sections"] for percent in section["others_percent"])
+    """In the file and in the table. A ratio is that of the medians of two rows."""
+    document, printed = quick
+    assert "\x1b" not in printed
     timings, figures = rows(document, "timings"), rows(document, "figures")
     assert timings.keys() == TIMINGS
     assert figures.keys() == FIGURES
     for row in timings.values():
         assert row["count"] > 0, row
         assert 0 < row["p50_ns"] <= row["p99_ns"], row
-        assert row["per_second"] is None or row["per_second"] > 0, row
+        assert f"\n{row['name']}  " in printed, row
     for key, row in figures.items():
         assert row["value"] > 0 or key in MAY_BE_ZERO, row
-
-
-def test_what_is_compared_has_a_ratio(quick: tuple[Any, str]) -> None:
-    """A ratio names the row that it compares with, and is the ratio of the medians."""
-    timings = rows(quick[0], "timings")
-    assert {key for key, row in timings.items() if row["ratio"]} == COMPARED
-    for section in quick[0]["sections"]:
+        assert f"\n{row['name']}  " in printed, row
+    for section in document["sections"]:
         medians = {row["name"]: row["p50_ns"] for row in section["timings"]}
         for row in section["timings"]:
             if row["beside"]:
@@ -87,12 +75,17 @@ def test_what_is_compared_has_a_ratio(quick: tuple[Any, str]) -> None:
 
 
 def test_the_numbers_are_what_the_scenes_say(quick: tuple[Any, str]) -> None:
-    """The daemon counted every request: nothing was refused silently, and nothing is still lent."""
+    """The daemon counted every request: nothing was refused silently, and nothing is still lent.
+
+    And borrowers answer a recall after 30 ms, so no request can have been granted before that.
+    """
     figures = {key: row["value"] for key, row in rows(quick[0], "figures").items()}
     assert figures["idle.sessions"] == 20
     assert figures["extents.count"] == 2_000
     assert figures["extents.left"] == 0
     assert figures["models.count"] == 41
+    timings = rows(quick[0], "timings")
+    assert min(timings["recalled.guaranteed"]["p50_ns"], timings["recalled.share"]["p50_ns"]) >= 30_000_000
 
 
 def test_what_has_a_target_is_told_beside_it(quick: tuple[Any, str]) -> None:
@@ -115,13 +108,6 @@ def test_what_has_a_target_is_told_beside_it(quick: tuple[Any, str]) -> None:
         assert line.rstrip().endswith("yes" if goal["reached"] else "NO")
 
 
-def test_used_pages_are_waited_for(quick: tuple[Any, str]) -> None:
-    """The borrowers answer after 30 ms, so no request can have been granted before that."""
-    timings = rows(quick[0], "timings")
-    assert timings["recalled.guaranteed"]["p50_ns"] >= 30_000_000
-    assert timings["recalled.share"]["p50_ns"] >= 30_000_000
-
-
 def test_another_tree_is_measured_beside_this_one() -> None:
     """`--before TREE`, with this tree as the other: its core, and its daemon's time with a target for the ratio."""
     stage = Stage(quick=True, tell=lambda _: None)
@@ -133,14 +119,6 @@ def test_another_tree_is_measured_beside_this_one() -> None:
     (goal,) = targets.goals([section])
     assert goal.value == figures["beside.ratio"] == figures["beside.new"] / figures["beside.old"]
     assert (goal.target, goal.unit) == (1.03, "x")
-
-
-def test_the_table_is_plain_text(quick: tuple[Any, str]) -> None:
-    """Every row of the file is a line of it."""
-    document, printed = quick
-    for row in (*rows(document, "timings").values(), *rows(document, "figures").values()):
-        assert f"\n{row['name']}  " in printed, row
-    assert "\x1b" not in printed
 
 
 def test_the_walk_of_a_page_is_measured() -> None:

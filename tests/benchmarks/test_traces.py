@@ -62,28 +62,6 @@ def test_a2_is_three_ramps_to_36_a_second() -> None:
         assert start == pytest.approx(2 * 36 / 14, rel=0.25)
 
 
-def test_t2_comes_in_bursts_with_long_tails() -> None:
-    """On for 20 seconds and off for 40 on average; within a burst far less regular than a Poisson process."""
-    gaps, prompts = [], []
-    for trace in _made("t2"):
-        for work in trace.works:
-            gaps += _gaps(work.requests)
-            prompts += [one.prompt for one in work.requests]
-    within = [gap for gap in gaps if gap < 5]
-    assert statistics.stdev(within) / statistics.mean(within) > 1.5
-    assert max(gaps) > 20, "no model was ever off"
-    assert statistics.median(prompts) == pytest.approx(400, rel=0.1)
-    assert max(prompts) > 4000
-
-
-def test_in_t4_one_model_has_nearly_all_requests() -> None:
-    counts = [[len(work.requests) for work in trace.works] for trace in _made("t4", Scale(longest=20_000))]
-    rates = [statistics.mean(each) / 120 for each in zip(*counts, strict=True)]
-    assert rates == pytest.approx([10, 0.5, 0.5], rel=0.15)
-    long = [one.prompt for trace in _made("t4", Scale(longest=20_000)) for one in trace.works[0].requests]
-    assert sum(prompt == 16_000 for prompt in long) / len(long) == pytest.approx(0.02, rel=0.3)
-
-
 SCALES = (FULL, Scale(load=0.5), Scale(time=0.5))
 
 
