@@ -7,21 +7,18 @@ same hints are tested without a GPU, does not behave like one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from membroker.errors import ClosedError, DeviceFailure
+from membroker.errors import DeviceFailure
 from membroker.managed.hints import (
     ManagedMemoryHints,
-    ManagedMemoryUnavailable,
-    MigrationPolicy,
     PrefetchFailed,
     PrefetchPlan,
     UnifiedBuffer,
 )
-from membroker.vmm import AddressRange, DriverUnavailable, Location, MappedRange, PhysicalMemory
+from membroker.vmm import AddressRange, Location, MappedRange, PhysicalMemory
 from membroker.vmm.cuda.driver import CudaDriver
 from membroker.vmm.cuda.gpu import load_bindings
 from membroker.vmm.sizes import MIB
@@ -34,18 +31,12 @@ SIZE = 16 * MIB
 
 
 @pytest.fixture
-def worker() -> Iterator[CudaDriver]:
+def worker(worker: CudaDriver) -> CudaDriver:
     """The GPU as a worker uses it, where it takes hints."""
-    try:
-        driver = CudaDriver(context=True)
-    except DriverUnavailable as error:
-        pytest.skip(f"no NVIDIA GPU to test on: {error}")
     kind = load_bindings().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS
-    if not driver.in_context("cuDeviceGetAttribute", kind, driver.device.ordinal):
-        driver.close()
+    if not worker.in_context("cuDeviceGetAttribute", kind, worker.device.ordinal):
         pytest.skip("this GPU has no concurrent managed access")
-    yield driver
-    driver.close()
+    return worker
 
 
 @pytest.fixture
@@ -97,21 +88,6 @@ def test_each_advice_is_read_back(buffer: UnifiedBuffer, hints: ManagedMemoryHin
     assert set(attribute(buffer, "ACCESSED_BY")) == {NOWHERE}
 
 
-def test_prefer_device_on_a_second_gpu(worker: CudaDriver, buffer: UnifiedBuffer, hints: ManagedMemoryHints) -> None:
-    """A driver of device 0 advises for device 1: the preferred device is the one that the call names."""
-    count = worker.in_context("cuDeviceGetCount")
-    if count < 2:
-        pytest.skip("one GPU only")
-    try:
-        hints.apply_policy(MigrationPolicy.PreferDevice(1))
-    except ManagedMemoryUnavailable as error:
-        pytest.skip(str(error))
-    assert attribute(buffer, "PREFERRED_LOCATION") == 1
-    hints.prefetch_to(1)
-    worker.synchronize()
-    assert attribute(buffer, "LAST_PREFETCH_LOCATION") == 1
-
-
 def test_prefetches_are_read_back(worker: CudaDriver, buffer: UnifiedBuffer, hints: ManagedMemoryHints) -> None:
     """To the GPU, to the host, and only a part; the bytes do not change."""
     view = buffer.view()
@@ -152,23 +128,6 @@ def test_a_framework_writes_and_the_processor_reads(buffer: UnifiedBuffer) -> No
     assert buffer.view()[:1000].tobytes() == bytes([42]) * 1000
 
 
-def test_streams_of_the_driver_and_of_frameworks(
-    worker: CudaDriver, buffer: UnifiedBuffer, hints: ManagedMemoryHints
-) -> None:
-    """Each form of a stream works: a handle, an object with a handle as torch and CuPy have it, and the default
-    stream.
-    """
-    stream = worker.in_context("cuStreamCreate", 1)
-    try:
-        for each in (int(stream), SimpleNamespace(cuda_stream=int(stream)), SimpleNamespace(ptr=int(stream)), 0):
-            hints.prefetch_to("host")
-            hints.prefetch_to(0, each)
-            assert attribute(buffer, "LAST_PREFETCH_LOCATION") == 0
-        worker.in_context("cuStreamSynchronize", stream)
-    finally:
-        worker.in_context("cuStreamDestroy", stream)
-
-
 def test_a_plan_stops_at_a_bad_entry(worker: CudaDriver, buffer: UnifiedBuffer) -> None:
     """Borrowed memory does not migrate: the error names that entry of the plan, and the entry before it is queued."""
     granule = worker.device.granularity
@@ -189,21 +148,3 @@ def test_a_plan_stops_at_a_bad_entry(worker: CudaDriver, buffer: UnifiedBuffer) 
     assert "cuMemPrefetchAsync" in str(caught.value)
     assert attribute(buffer, "LAST_PREFETCH_LOCATION", 0, MIB) == 0
     assert attribute(buffer, "LAST_PREFETCH_LOCATION", MIB, MIB) == NOWHERE
-
-
-def test_a_view_outlives_the_block_and_then_the_memory_goes(worker: CudaDriver) -> None:
-    """Deleting the last view frees the memory: afterwards CUDA does not know the address."""
-    with UnifiedBuffer(worker, SIZE) as buffer:
-        address = buffer.address
-        fill(buffer, 0x33, 0, SIZE)
-        view = buffer.view()
-        hints = ManagedMemoryHints.from_unified(buffer)
-    assert buffer.closed
-    with pytest.raises(ClosedError):
-        hints.prefetch_to(0)
-    assert view[-1] == 0x33
-    del view
-    cuda = load_bindings()
-    kind = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED
-    result, known = cuda.cuPointerGetAttribute(kind, address)
-    assert int(result) or not known

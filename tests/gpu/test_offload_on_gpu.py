@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.support.daemons import until
-from tests.support.gpu import SLACK, at_rest, borrow, enter, near, on_gpu, still_has, until_lendable, used
+from tests.support.gpu import at_rest, borrow, enter, near, on_gpu, still_has, until_lendable, used
 from tests.support.seeds import chosen_seed
 from tests.support.sizes import GIB, MIB
 from tests.support.workers import Worker, worker, workers
@@ -68,30 +68,6 @@ def test_two_models_take_turns_in_the_same_memory(gpu: CudaDriver, transport: st
         until_lendable(daemon)
 
 
-def test_it_keeps_up_with_the_link(gpu: CudaDriver, state: State) -> None:
-    """Reported, not asserted: the rate depends on the machine's link. Pinned memory is reused from the second time
-    on.
-    """
-    size = 2 * GIB
-    with on_gpu(gpu, CONFIG) as daemon, worker() as one:
-        enter(one, daemon)
-        before = fill(one, size)
-        began = time.monotonic()
-        one.do("pool.offload()")
-        first = size / (time.monotonic() - began)
-        one.do("pool.restore(keep_pinned=True)")
-        rates = [one.ask("sleep_and_wake(pool)") for _ in range(3)]
-        assert one.ask(f"sum_of(pool, driver, {size})") == before
-        one.do("pool.trim()")
-        there, back = one.ask(f"bare_rates(pool, driver, {size})")
-        one.do("client.close()")
-        until_lendable(daemon)
-    state("offload of 2 GiB by 64 MiB, its pinned memory made as well", rate(first))
-    state("offload of 2 GiB by 64 MiB, pinned memory kept", ", ".join(rate(each) for each, _ in rates))
-    state("restore of the same", ", ".join(rate(each) for _, each in rates))
-    state("a bare copy of the same to pinned memory, and back", f"{rate(there)}, {rate(back)}")
-
-
 def test_work_is_waited_for_and_pointers_stay(gpu: CudaDriver) -> None:
     """Kernels still write when the pool is offloaded: after the restore their results are at the same pointers."""
     with on_gpu(gpu, CONFIG) as daemon, worker() as one:
@@ -107,21 +83,6 @@ def test_work_is_waited_for_and_pointers_stay(gpu: CudaDriver) -> None:
         one.do("tensor.add_(1)")
         assert one.ask("tensor.sum().item()") == 401 * 64 * MIB
         one.do("del tensor; client.close()")
-        until_lendable(daemon)
-
-
-def test_protected_pages_come_back_protected(gpu: CudaDriver) -> None:
-    with on_gpu(gpu, CONFIG) as daemon, worker() as one:
-        enter(one, daemon, page="2MiB")
-        before = fill(one, 64 * MIB)
-        one.do("pool.protect(0, 32 * MIB, 'read'); pool.protect(32 * MIB, 2 * MIB, 'none')")
-        one.do("pool.offload(); pool.restore()")
-        for offset in (0, 32 * MIB - 1, 32 * MIB):
-            assert one.refused(f"driver.write(pool.base_address + {offset}, b'x')").error == "DriverError"
-        assert one.refused("driver.read(pool.base_address + 32 * MIB, 1)").error == "DriverError"
-        one.do("pool.protect(0, 64 * MIB, 'read_write')")
-        assert one.ask("sum_of(pool, driver, 64 * MIB)") == before
-        one.do("client.close()")
         until_lendable(daemon)
 
 
@@ -148,38 +109,3 @@ def test_a_killed_workers_segment_wakes_in_another(gpu: CudaDriver, transport: s
         until_lendable(daemon)
         until(lambda: not any(books.lent_bytes + books.releasing_bytes for books in daemon.device().locations))
     state("512 MiB to a host segment, sealed, and from it into another worker", f"{rate(there)}, {rate(back)}")
-
-
-@pytest.mark.parametrize("what", ["pool.offload(progress=die)", "pool.offload(); pool.restore(progress=die)"])
-def test_killed_while_it_copies(gpu: CudaDriver, what: str) -> None:
-    """SIGKILL during the copies: the GPU's memory becomes free, and nothing stays charged."""
-    with on_gpu(gpu, CONFIG) as daemon, worker() as one:
-        enter(one, daemon)
-        fill(one, GIB // 2)
-        one.do("import signal\ndef die(done, total):\n    if done > total // 3: os.kill(os.getpid(), signal.SIGKILL)")
-        one.begin(what)
-        one.process.wait(60)
-        until(lambda: not any(books.lent_bytes + books.releasing_bytes for books in daemon.device().locations))
-
-
-def test_a_broker_dies_while_it_copies(gpu: CudaDriver) -> None:
-    """The copies continue with the next daemon, and its books are right."""
-    with on_gpu(gpu, CONFIG) as daemon, worker() as one:
-        enter(one, daemon)
-        size = GIB // 2
-        before = fill(one, size)
-        empty = at_rest(lambda: used(gpu)) - size
-        one.do("import threading; half, on = threading.Event(), threading.Event()")
-        one.do("def told(done, total):\n    if done >= total // 2: half.set(); on.wait()")
-        for call, lent in (("offload", 0), ("restore", size)):
-            one.do("half.clear(); on.clear()")
-            one.do(f"thread = threading.Thread(target=lambda: pool.{call}(progress=told)); thread.start(); half.wait()")
-            daemon.kill()
-            daemon.start_again()
-            one.do("on.set(); thread.join()")
-            until(lambda lent=lent: daemon.books().lent_bytes == lent)
-            until(lambda lent=lent: daemon.device().locations[1].lent_bytes == size - lent)
-            assert abs(at_rest(lambda: used(gpu)) - empty - lent) <= SLACK
-        assert one.ask(f"sum_of(pool, driver, {size})") == before
-        one.do("client.close()")
-        until_lendable(daemon)

@@ -86,24 +86,6 @@ def test_its_anchor_is_one_granule_that_stays_exported(gpu: CudaDriver) -> None:
         assert re.search(r"^membroker_memory_descriptors_open\{.*\} 1\.0$", daemon.metrics(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("form", ["NVML's text", "without its prefix", "an ordinal"])
-def test_the_gpu_is_named_by_ordinal_or_uuid(gpu: CudaDriver, form: str) -> None:
-    uuid = gpu.device.uuid
-    names: dict[str, str | int] = {"NVML's text": uuid, "without its prefix": uuid.partition("-")[2], "an ordinal": 0}
-    with on_gpu(gpu, {"device": names[form]}) as daemon:
-        assert daemon.device().uuid == uuid
-        assert daemon.root.name == "gpu-" + uuid.partition("-")[2].replace("-", "")[:8].lower()
-
-
-def test_a_gpu_that_is_not_there_is_told_in_a_sentence(gpu: CudaDriver) -> None:
-    said = refuse_to_start("--device", "99")
-    assert re.search(r"there is no GPU number 99: this process sees \d+$", said)
-    wrong = "GPU-00000000-1111-2222-3333-444444444444"
-    said = refuse_to_start("--device", wrong)
-    assert f"there is no GPU {wrong} among those that this process sees: " in said
-    assert gpu.device.uuid.partition("-")[2].lower() in said
-
-
 def test_a_hidden_gpu_is_told_in_a_sentence() -> None:
     """CUDA_VISIBLE_DEVICES is empty: for CUDA the machine has no GPU. With `auto` the daemon uses the host driver."""
     said = refuse_to_start(CUDA_VISIBLE_DEVICES="")
@@ -145,28 +127,6 @@ def by_command(directory: Path, text: str, **environment: str) -> Iterator[dict[
     finally:
         process.kill()
         process.wait()
-
-
-def test_status_and_metrics_name_the_gpu(gpu: CudaDriver) -> None:
-    """The product, the UUID and the granularity are in `status` and in the metrics."""
-    device = gpu.device
-    with on_gpu(gpu) as daemon:
-        for door in (daemon.endpoint(), daemon.admin):
-            admin = ("--admin",) if door == daemon.admin else ()
-            shown = run(COMMAND, "status", "--endpoint", str(door), *admin).stdout
-            assert re.search(rf"^device +{device.uuid}$", shown, re.MULTILINE)
-            assert re.search(rf"^product +{re.escape(device.name)}$", shown, re.MULTILINE)
-            assert re.search(r"^granularity +2\.0 MiB$", shown, re.MULTILINE)
-        scraped = daemon.metrics()
-        build = next(line for line in scraped.splitlines() if line.startswith("membroker_build_info{"))
-        assert f'gpu_uuid="{device.uuid}"' in build
-        assert f'product="{device.name}"' in build
-        assert 'driver="cuda"' in build
-        granularity = rf'^membroker_device_granularity_bytes\{{gpu_uuid="{device.uuid}"\}} (\S+)$'
-        found = re.search(granularity, scraped, re.MULTILINE)
-        assert found, "the granularity is in no metric"
-        assert float(found[1]) == device.granularity
-        assert f"uuid={device.uuid}" in daemon.log()
 
 
 def test_the_doctor_finds_the_gpu(gpu: CudaDriver) -> None:

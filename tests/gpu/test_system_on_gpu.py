@@ -49,27 +49,6 @@ DEFAULT_STOCK = {"stock": "1GiB"}
 # Sharing
 
 
-def test_a_pool_of_many_small_pages_grows_shrinks_and_is_written_across_their_seams(gpu: CudaDriver) -> None:
-    """512 extents of 2 MiB are one range of addresses to the GPU."""
-    with on_gpu(gpu) as daemon, worker() as one:
-        enter(one, daemon, page="2MiB")
-        borrow(one, GIB)
-        assert still_has(one, GIB)
-        one.do("driver.write(pool.base_address + 3 * PAGE - 2, b'seam')")
-        assert one.ask("driver.read(pool.base_address + 3 * PAGE - 2, 4).decode()") == "seam"
-        one.do("pool.free(256 * MIB, 512 * MIB)")
-        until(lambda: daemon.books().lent_bytes == 512 * MIB)
-        assert one.ask("[pool.is_mapped(0), pool.is_mapped(256 * MIB), pool.is_mapped(768 * MIB)]") == [
-            True,
-            False,
-            True,
-        ]
-        one.do("pool.allocate(256 * MIB, 512 * MIB)")
-        assert one.ask("holds(driver, pool.base_address + 256 * MIB, 512 * MIB, 0)"), "the memory was not zeroed"
-        one.do("client.close()")
-        until_lendable(daemon)
-
-
 # Death
 
 
@@ -193,27 +172,6 @@ def test_a_forked_child_keeps_its_dead_parents_charge(gpu: CudaDriver, state: St
         other.do("client.close()")
 
 
-def test_memory_that_never_comes_back_is_written_off_and_shown(gpu: CudaDriver) -> None:
-    """The child lives for days. Its parent's charge ends after `settle_seconds`; from then on `unaccounted` shows the
-    memory.
-    """
-    size = 2 * GIB
-    with on_gpu(gpu, {"settle_seconds": 0.5}) as daemon, worker() as parent:
-        rest = at_rest(lambda: unaccounted(daemon))
-        enter(parent, daemon)
-        borrow(parent, size)
-        child = parent.ask("fork_unseen()")
-        try:
-            parent.kill()
-            until_lendable(daemon)
-            until(lambda: "proven=false" in daemon.log())
-            shown = at_rest(lambda: unaccounted(daemon))
-            assert shown >= rest + size, "the dead parent's context is counted as well"
-        finally:
-            os.kill(child, signal.SIGKILL)
-        until(lambda: near(unaccounted(daemon), rest))
-
-
 def test_the_librarys_fork_hook_gives_the_memory_back(gpu: CudaDriver) -> None:
     """A data loader is forked with Python's own fork: the child drops the memory, so the parent's death frees it."""
     size = 2 * GIB
@@ -330,23 +288,6 @@ def test_a_worker_that_says_released_and_keeps_its_descriptors_is_found_out(
     state("a liar that keeps its descriptors is found out after", milliseconds([seconds]))
 
 
-def test_a_worker_that_only_keeps_descriptors_is_charged_until_it_dies(gpu: CudaDriver, transport: str) -> None:
-    """It closes the connection and lives on: it still has the memory, and stays charged."""
-    count = 64
-    with on_gpu(gpu) as daemon, worker() as keeper:
-        rest = at_rest(lambda: used(gpu))
-        go_bare(keeper, daemon, transport)
-        keeper.do(f"raw.hello(); raw.send_allocate({count})")
-        keeper.do("raw.read_delivery(); raw.socket.close(); raw.notices.close()")
-        until(lambda: states(daemon) == ["DETACHED"])
-        until(lambda: used(gpu) >= rest + count * PAGE)
-        assert daemon.books().lent_bytes == count * PAGE
-        keeper.kill()
-        until_lendable(daemon)
-        assert used(gpu) <= rest + 4 * MIB
-        assert "proven=false" not in daemon.log()
-
-
 # The daemon's own death
 
 
@@ -431,37 +372,3 @@ def test_the_daemon_dies_at_a_point(
 
 
 # Sizes and places
-
-
-def test_the_books_and_the_gpu_agree_after_many_sizes(gpu: CudaDriver) -> None:
-    """Two workers borrow and release many sizes; the only memory still in use at the end is the stock, as the books
-    show.
-    """
-    with on_gpu(gpu, DEFAULT_STOCK) as daemon, workers(2) as both:
-        for number, each in enumerate(both):
-            enter(each, daemon, ["red", "blue"][number])
-        rest = at_rest(lambda: used(gpu))
-        for size in ("2MiB", "6MiB", "64MiB", "200MiB", "1GiB"):
-            for each in both:
-                each.do(f"buffer = model.allocate({size!r}); fill(driver, buffer.address, buffer.size, 3)")
-            for each in both:
-                assert each.ask("holds(driver, buffer.address, buffer.size, 3)")
-                each.do("buffer.close()")
-            until_lendable(daemon)
-        until(lambda: near(used(gpu) - daemon.books().stock_bytes, rest))
-        for each in both:
-            each.do("client.close()")
-
-
-def test_memory_of_the_host_is_lent_beside_the_gpus(gpu: CudaDriver) -> None:
-    """One session borrows from both: its host memory is not charged to the GPU, and the GPU does not show it."""
-    with on_gpu(gpu, {"host_capacity": "256MiB"}) as daemon, worker() as one:
-        enter(one, daemon)
-        rest = at_rest(lambda: used(gpu))
-        one.do("host = model.allocate('128MiB', location='host'); driver.write(host.address, b'host')")
-        assert one.ask("driver.read(host.address, 4).decode()") == "host"
-        assert [books.lent_bytes for books in daemon.device().locations] == [0, 128 * MIB]
-        assert used(gpu) <= rest + SLACK
-        refused = one.refused("model.allocate('256MiB', location='host')")
-        assert refused.numbers == ("capacity", 256 * MIB, 128 * MIB, 256 * MIB)
-        one.do("host.close(); client.close()")

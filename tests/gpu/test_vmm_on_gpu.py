@@ -1,7 +1,6 @@
-"""`membroker.vmm` on real GPUs: aliases, access, growth in place, and two GPUs in one range.
+"""`membroker.vmm` on two real GPUs that reach each other: one range, copies and access.
 
-If a test fails here, a fact is no longer true on this GPU or driver. Tests of two GPUs need two that
-reach each other. Nothing is larger than 256 MiB.
+If a test fails here, a fact is no longer true on this GPU or driver. Nothing is larger than 256 MiB.
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ from membroker.testing import TWO_DEVICE_CHECKS, MakeDriver
 from membroker.vmm import (
     AccessFlags,
     AddressRange,
-    DriverError,
     DriverUnavailable,
     MappedRange,
     PhysicalMemory,
-    allocation_granularity,
     open_driver,
 )
 from membroker.vmm.cuda.driver import CudaDriver
@@ -33,17 +30,6 @@ PATTERN = b"".join((number * 0x9E3779B1 & 0xFFFFFFFF).to_bytes(4, "little") for 
 """1 MiB in which no two words are equal: bytes that come from elsewhere show."""
 
 make_first, make_second = (partial(open_driver, "cuda", ordinal, context=True) for ordinal in range(2))
-
-
-@pytest.fixture
-def worker() -> Iterator[CudaDriver]:
-    """The first GPU as a worker uses it."""
-    try:
-        driver = CudaDriver(0, context=True)
-    except DriverUnavailable as error:
-        pytest.skip(f"no NVIDIA GPU to test on: {error}")
-    yield driver
-    driver.close()
 
 
 @pytest.fixture
@@ -74,36 +60,6 @@ def copy_on_gpu(driver: CudaDriver, to: int, source: int, size: int) -> None:
     assert not int(cuda.cuCtxPopCurrent()[0])
 
 
-# One GPU
-
-
-def test_the_granularity_and_the_recommended_one(worker: CudaDriver, state: Callable[[str, str], None]) -> None:
-    """Fact: the smallest is the host driver's, so a size that is valid there is valid here; the other is a multiple."""
-    smallest, recommended = allocation_granularity(worker), allocation_granularity(worker, recommended=True)
-    assert smallest == 2 * MIB
-    assert recommended % smallest == 0
-    state("recommended granularity", f"{recommended // MIB} MiB")
-
-
-def test_a_range_grows_and_shrinks_in_place(worker: CudaDriver) -> None:
-    """Resize in place: the bytes written first are there after every step, and copies cross the borders of extents."""
-    size = worker.device.granularity
-    with AddressRange(worker, 4 * size) as addresses, ExitStack() as pages:
-        for number in range(4):
-            with PhysicalMemory.create(worker, size) as memory:
-                pages.enter_context(MappedRange(addresses, memory, offset=number * size))
-            worker.write(addresses.base + number * size, PATTERN)
-            assert worker.read(addresses.base, len(PATTERN)) == PATTERN
-        copy_on_gpu(worker, addresses.base + 2 * size - MIB // 2, addresses.base, MIB)
-        assert worker.read(addresses.base + 2 * size - MIB // 2, MIB) == PATTERN
-        for mapping in addresses.mappings[2:]:
-            mapping.close()
-        assert worker.read(addresses.base, len(PATTERN)) == PATTERN
-
-
-# Two GPUs
-
-
 @pytest.mark.parametrize("check", TWO_DEVICE_CHECKS, ids=lambda check: check.__name__)
 def test_two_gpus_keep_their_promises(neighbour: CudaDriver, check: Callable[[MakeDriver, MakeDriver], None]) -> None:
     check(make_first, make_second)
@@ -131,25 +87,6 @@ def test_a_copy_without_a_kernel_crosses_from_gpu_to_gpu(
         copy_on_gpu(neighbour, here.address, there.address, size)
         assert zlib.crc32(worker.read(here.address, size)) == checksum
         state("copied from GPU to GPU and back", f"2 x {size // MIB} MiB")
-
-
-def test_a_gpu_reads_its_neighbours_memory_at_an_address_of_its_own(worker: CudaDriver, neighbour: CudaDriver) -> None:
-    """A read-only alias for the neighbour: it cannot use the owner's address, and the owner can still write."""
-    size = worker.device.granularity
-    with (
-        AddressRange(worker, size) as ours,
-        AddressRange(neighbour, size) as theirs,
-        PhysicalMemory.create(worker, size) as memory,
-        MappedRange(ours, memory) as writable,
-        MappedRange(theirs, memory, access=AccessFlags.READ) as readable,
-    ):
-        worker.write(writable.address, PATTERN)
-        assert neighbour.read(readable.address, len(PATTERN)) == PATTERN
-        for driver, address in ((worker, readable.address), (neighbour, writable.address)):
-            with pytest.raises(DriverError, match="does not allow READ"):
-                driver.read(address, 1)
-        with pytest.raises(DriverError, match="does not allow READ_WRITE"):
-            neighbour.write(readable.address, b"x")
 
 
 def test_access_of_one_gpu_is_taken_back_and_the_others_stays(worker: CudaDriver, neighbour: CudaDriver) -> None:

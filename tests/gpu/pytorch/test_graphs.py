@@ -135,38 +135,3 @@ def test_a_capture_outlasts_recalls_and_garbage(guaranteed: Daemon) -> None:
         """,
         {"BLUE": str(guaranteed.endpoint("blue"))},
     )
-
-
-def test_a_graph_trains(daemon: Daemon) -> None:
-    """A whole step, backward included, is captured and replayed, and learns as the uncaptured one does."""
-    run(
-        daemon,
-        """
-        model = client.model("gpu", limit="2GiB")
-        torch.manual_seed(0)
-        with TorchMemory(model) as memory:
-            with memory.use():
-                net = torch.nn.Sequential(torch.nn.Linear(8, 128), torch.nn.ReLU(), torch.nn.Linear(128, 1)).cuda()
-                optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-                numbers = torch.randn(64, 8, device="cuda")
-                def step():
-                    optimizer.zero_grad(set_to_none=True)
-                    loss = torch.nn.functional.mse_loss(net(numbers), numbers.sum(1, keepdim=True))
-                    loss.backward()
-                    optimizer.step()
-                    return loss
-                side = torch.cuda.Stream()
-                side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):
-                    first = [step().item() for _ in range(3)][0]
-                torch.cuda.current_stream().wait_stream(side)
-                graph = torch.cuda.CUDAGraph()
-                with memory.capture(graph):
-                    loss = step()
-                for _ in range(200):
-                    numbers.copy_(torch.randn(64, 8, device="cuda"))
-                    graph.replay()
-                assert loss.item() < first / 2
-                assert all(memory.owns(weight.grad) for weight in net.parameters())
-        """,
-    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from tests.support.daemons import Daemon
 from tests.support.torch_workers import run
@@ -141,65 +139,6 @@ def test_a_refusal_gives_back_what_torch_caches(daemon: Daemon) -> None:
     )
 
 
-def test_three_threads_train_inside_one_limit(daemon: Daemon, state: Callable[[str, str], None]) -> None:
-    """Each step needs larger tensors than the last, so torch caches what nothing fits into, on three streams.
-
-    Before, the caches held the whole limit after two steps, and every later allocation of every thread was refused. All
-    three together fit: 0.5 GiB of activations, and 0.2 GiB of workspaces of cuBLAS. A step that is refused nevertheless
-    drops what it has, and is tried again.
-    """
-    (figures,) = run(
-        daemon,
-        """
-        import time
-        model = client.model("gpu", limit="1GiB")
-        end = time.monotonic() + 60
-        steps, refused, failures = [0] * 3, [0] * 3, []
-        def learn(thread):
-            net = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1)).cuda()
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-            losses = []
-            while steps[thread] < 24:
-                rows = 4096 + 256 * steps[thread]
-                assert time.monotonic() < end, f"no progress: steps {steps}, refused {refused}, {memory.last_denial}"
-                try:
-                    numbers = torch.randn(rows, 1024, device="cuda")
-                    loss = torch.nn.functional.mse_loss(net(numbers), numbers[:, :8].sum(1, keepdim=True))
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-                    losses.append(loss.item())
-                    steps[thread] += 1
-                except torch.OutOfMemoryError:
-                    refused[thread] += 1
-                numbers = loss = None
-            assert losses[-1] < losses[0], losses
-            assert all(memory.owns(weight.grad) for weight in net.parameters())
-        def work(thread):
-            try:
-                with torch.cuda.stream(torch.cuda.Stream()):
-                    learn(thread)
-            except BaseException as error:
-                failures.append(error)
-        with TorchMemory(model) as memory:
-            start = time.monotonic()
-            with memory.use():
-                threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
-            seconds = time.monotonic() - start
-            assert not failures, failures
-            assert memory.reclaimed_bytes > 0 and memory.refusals >= sum(refused)
-        assert used() == 0, used()
-        released = memory.reclaimed_bytes // MIB
-        print(f"{sum(steps)} steps in {seconds:.1f} s, {sum(refused)} refused; refusals released {released} MiB")
-        """,
-    )
-    state("three threads in one limit", figures)
-
-
 def test_trim_frees_what_other_streams_used(daemon: Daemon) -> None:
     """Fact: while it routes to a pool, torch does not free a tensor that was passed to `record_stream`."""
     run(
@@ -223,36 +162,6 @@ def test_trim_frees_what_other_streams_used(daemon: Daemon) -> None:
                 raise AssertionError("torch has learned to free it: say so in the docs")
             assert memory.trim() >= 100 * MIB
             assert memory.owns(torch.empty(90 * MIB, dtype=torch.uint8, device="cuda"))
-        assert used() == 0, used()
-        """,
-    )
-
-
-def test_several_streams(daemon: Daemon) -> None:
-    """Tensors pass between streams with `record_stream`; nothing is overwritten, and all of it comes back."""
-    run(
-        daemon,
-        """
-        model = client.model("gpu", limit="2GiB")
-        with TorchMemory(model) as memory:
-            streams = [torch.cuda.Stream() for _ in range(4)]
-            sums = []
-            with memory.use():
-                for number in range(50):
-                    source = torch.full((4 * MIB,), number, dtype=torch.float32, device="cuda")
-                    for stream in streams:
-                        stream.wait_stream(torch.cuda.current_stream())
-                        with torch.cuda.stream(stream):
-                            work = source * 2
-                            source.record_stream(stream)
-                            sums.append((number, work.mean()))
-                    del source, work
-                    if number % 10 == 9:
-                        torch.cuda.synchronize()
-                        memory.trim()
-            torch.cuda.synchronize()
-            assert all(found.item() == 2 * number for number, found in sums)
-            del sums
         assert used() == 0, used()
         """,
     )

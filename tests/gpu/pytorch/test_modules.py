@@ -96,27 +96,6 @@ def test_fp8_weights_are_multiplied_where_they_stand(daemon: Daemon) -> None:
     )
 
 
-def test_a_module_in_a_pool_of_torchs_is_published(daemon: Daemon) -> None:
-    """What was trained in brokered memory becomes a segment, and the pool's copy can go."""
-    run(
-        daemon,
-        """
-        model = client.model("gpu")
-        with TorchMemory(model) as memory:
-            with memory.use():
-                net = Net(torch.bfloat16).cuda()
-            publish_module(model, "weights", net).close()
-            before = {key: value.cpu() for key, value in net.state_dict().items()}
-            attach_module(client.attach("gpu/weights"), net)
-            gc.collect()
-            memory.trim()
-            assert memory.lent_bytes <= 6 * MIB, "the buffer that is not persistent, and what a trim leaves"
-            assert all(torch.equal(value.cpu(), before[key]) for key, value in net.state_dict().items())
-        client.delete_segment("gpu/weights")
-        """,
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
