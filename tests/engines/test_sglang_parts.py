@@ -372,14 +372,14 @@ class TestRetraction:
         assert all(req.to_finish is None for req in retracted)
         return [req.kv.req_pool_idx for req in retracted], [req.kv.req_pool_idx for req in batch.reqs], aborted
 
-    def test_as_many_go_as_others_need(self, batch: Any, blocks: SglangBlocks) -> None:
-        batch.lacks = 2
+    @pytest.mark.parametrize(("lacks", "retracted", "left"), [(2, [1, 2], [4, 3]), (9, [1, 2, 3, 4], [])])
+    def test_as_many_go_as_others_need_and_the_last_one_waits(
+        self, lacks: int, retracted: list[int], left: list[int], batch: Any, blocks: SglangBlocks
+    ) -> None:
+        """SGLang itself would abort the last one."""
+        batch.lacks = lacks
         assert not batch.check_decode_mem()
-        assert self.retract(batch, blocks) == ([1, 2], [4, 3], [])
-
-    def test_the_last_one_waits_and_is_not_aborted(self, batch: Any, blocks: SglangBlocks) -> None:
-        batch.lacks = 9
-        assert self.retract(batch, blocks) == ([1, 2, 3, 4], [], [])
+        assert self.retract(batch, blocks) == (retracted, left, [])
 
     def test_a_beam_search_is_aborted_because_sglang_cannot_retract_it(self, batch: Any, blocks: SglangBlocks) -> None:
         req = batch.reqs[3]
@@ -389,24 +389,19 @@ class TestRetraction:
         retracted, _, aborted = blocks.retracted(([], 0.5, [req, waits]), batch)
         assert (retracted, waits.to_finish, aborted, req.to_finish) == ([waits], None, [req], "aborted")
 
-    def test_a_recall_takes_the_users_of_its_pages(self, batch: Any, scheduler: Any, blocks: SglangBlocks) -> None:
-        """SGLang retracts although it has memory: no others, and all of these."""
+    @pytest.mark.parametrize(("pages", "left"), [([2, 4], [3, 1]), ([1, 2, 3, 4], [])])
+    def test_a_recall_takes_the_users_of_its_pages(
+        self, pages: list[int], left: list[int], batch: Any, scheduler: Any, blocks: SglangBlocks
+    ) -> None:
+        """SGLang retracts although it has memory: no others, and all of these, the last one, too."""
         assert not blocks.preempt([])
-        assert batch.check_decode_mem()
-        assert blocks.preempt([2, 4])
+        blocks.preempt([7])
+        assert batch.check_decode_mem(), "no running request uses that"
+        assert blocks.preempt(pages)
         assert (blocks.is_preempting, scheduler.running_batch.batch_is_full) == (True, True)
         assert not batch.check_decode_mem()
-        assert self.retract(batch, blocks) == ([2, 4], [3, 1], [])
+        assert self.retract(batch, blocks) == (pages, left, [])
         assert not blocks.is_preempting
-        assert batch.check_decode_mem()
-
-    def test_a_recall_takes_the_last_request(self, batch: Any, blocks: SglangBlocks) -> None:
-        blocks.preempt([1, 2, 3, 4])
-        assert not batch.check_decode_mem()
-        assert self.retract(batch, blocks) == ([1, 2, 3, 4], [], [])
-
-    def test_a_recall_of_what_no_running_request_uses_retracts_none(self, batch: Any, blocks: SglangBlocks) -> None:
-        blocks.preempt([7])
         assert batch.check_decode_mem()
 
     def test_a_recall_that_was_answered_otherwise_retracts_none(

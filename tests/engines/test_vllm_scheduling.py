@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,274 +23,192 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 LIMIT = 80 << 20
+MakeScheduling = Callable[..., Scheduling]
 WHOLE = PAGES * PAGE
 """With this limit every block can have memory."""
 REQUESTS = 128, 1024, 256
 """About eight times as many as have room, of so many tokens each, with so long answers."""
 
 
-def test_a_full_cache_preempts_as_plain_vllm_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def elastic_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeScheduling]:
+    """Return a function that makes a scheduler whose cache is elastic, over a broker of its own."""
+    with ExitStack() as stack:
+
+        def make(limit: int = LIMIT, **options: Any) -> Scheduling:
+            daemon = stack.enter_context(running({"capacity": 2 * WHOLE}))
+            client = stack.enter_context(membroker.connect(daemon.endpoint()))
+            made = Scheduling(tmp_path, monkeypatch, model=client.model("chat", limit=limit), **options)
+            stack.callback(made.cache.close)
+            return made
+
+        yield make
+
+
+def test_a_full_cache_preempts_as_plain_vllm_does(
+    elastic_with: MakeScheduling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps overlap on a GPU. A connector that consumes makes vLLM preempt until a whole step is over."""
     plain = Scheduling(tmp_path, monkeypatch, blocks=LIMIT // BLOCK)
     plain.serve(*REQUESTS)
     assert plain.preemptions > 10, "the requests fit: nothing is shown"
-    with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        elastic = Scheduling(tmp_path, monkeypatch, model=client.model("chat", limit=LIMIT))
-        _fill(elastic)
-        elastic.serve(*REQUESTS)
-        elastic.cache.close()
+    elastic = elastic_with()
+    _fill(elastic)
+    elastic.serve(*REQUESTS)
     print(f"preemptions: {plain.preemptions} plain, {elastic.preemptions} elastic")
     assert elastic.preemptions < 2 * plain.preemptions
     assert elastic.tokens < 1.2 * plain.tokens
 
 
-def test_a_watermark_leaves_room_to_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watermark_leaves_room_to_grow(elastic_with: MakeScheduling) -> None:
     """vLLM then admits fewer requests to a full cache, and preempts fewer. What stays free is borrowed, too."""
     preempted = []
     for watermark in (0.0, 0.05):
-        with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
-            model = client.model("chat", limit=LIMIT)
-            elastic = Scheduling(tmp_path, monkeypatch, model=model, watermark=watermark)
-            elastic.add(8, 256, 500)
-            _run_together(elastic, 8)  # with memory that is borrowed to stay free
-            while elastic.step():
-                pass
-            _fill(elastic)
-            elastic.serve(*REQUESTS)
-            preempted.append(elastic.preemptions)
-            elastic.cache.close()
+        elastic = elastic_with(watermark=watermark)
+        elastic.add(8, 256, 500)
+        until(lambda made=elastic: made.step() and len(made.scheduler.running) == 8)  # what stays free is borrowed
+        while elastic.step():
+            pass
+        _fill(elastic)
+        elastic.serve(*REQUESTS)
+        preempted.append(elastic.preemptions)
     print(f"preemptions: {preempted[0]} without a watermark, {preempted[1]} with one")
     assert preempted[1] < preempted[0] / 2
 
 
-def test_what_is_preempted_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_preempted_is_computed_once(elastic_with: MakeScheduling) -> None:
     """With room in host memory a request goes on where it was, but for its last block or two."""
     tokens = []
     for swap_space in (None, 2 * LIMIT):
-        with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
-            model = client.model("chat", limit=LIMIT)
-            elastic = Scheduling(tmp_path, monkeypatch, model=model, swap_space=swap_space)
-            _fill(elastic)
-            elastic.serve(*REQUESTS)
-            again = elastic.tokens - REQUESTS[0] * (REQUESTS[1] + REQUESTS[2] - 1)
-            tokens.append(again / elastic.preemptions)
-            elastic.cache.close()
+        elastic = elastic_with(swap_space=swap_space)
+        _fill(elastic)
+        elastic.serve(*REQUESTS)
+        again = elastic.tokens - REQUESTS[0] * (REQUESTS[1] + REQUESTS[2] - 1)
+        tokens.append(again / elastic.preemptions)
     print(f"a request that was preempted computed {tokens[0]:.0f} tokens again, and {tokens[1]:.0f} with swap space")
     assert tokens[0] > REQUESTS[1] / 2  # some were preempted before their whole prompt was computed
     assert tokens[1] <= 2 * BLOCK_TOKENS
 
 
 @pytest.mark.parametrize("recalled", [False, True], ids=["", "during a recall"])
-def test_new_weights_compute_all_requests_again(
-    recalled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_weights_compute_all_requests_again(recalled: bool, elastic_with: MakeScheduling) -> None:
     """vLLM preempts all that run, and its engine ends if a block is still in use then. Most have no memory here.
 
     What was preempted before has old contents in host memory, and does not use them. Nor is any prefix found again.
     """
-    with running({"capacity": 2 * WHOLE}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        model = client.model("chat", limit=LIMIT)
-        elastic = Scheduling(tmp_path, monkeypatch, model=model, caches_prefixes=True, swap_space=WHOLE)
-        _fill(elastic)  # else a recall may find memory that has just come
-        for number in range(100):
-            elastic.ask(str(number), [1 + number % 3] * 1000, 256)
-        connector = elastic.scheduler.connector
-        while not connector._swap._kept:
-            elastic.cache.wait(0.1)  # returns when there is more memory
-            assert elastic.step()
-        if recalled:
-            Urgent(elastic.cache, LIMIT // 4)
-            assert elastic.step()
-        assert bool(connector._blocks._squeezed) == recalled
-        assert elastic.change_weights()
-        assert connector._swap._kept
-        before = elastic.loaded
-        while elastic.step():
-            pass
-        print(f"{elastic.loaded - before} blocks came back later")
-        assert elastic.slots == list(range(WHOLE // BLOCK))
-        elastic.cache.close()
+    elastic = elastic_with(caches_prefixes=True, swap_space=WHOLE)
+    _fill(elastic)  # else a recall may find memory that has just come
+    for number in range(100):
+        elastic.ask(str(number), [1 + number % 3] * 1000, 256)
+    connector = elastic.scheduler.connector
+    while not connector._swap._kept:
+        elastic.cache.wait(0.1)  # returns when there is more memory
+        assert elastic.step()
+    if recalled:
+        Urgent(elastic.cache, LIMIT // 4)
+        assert elastic.step()
+    assert bool(connector._blocks._squeezed) == recalled
+    assert elastic.change_weights()
+    assert connector._swap._kept
+    before = elastic.loaded
+    while elastic.step():
+        pass
+    print(f"{elastic.loaded - before} blocks came back later")
+    assert elastic.slots == list(range(WHOLE // BLOCK))
 
 
-def test_a_session_that_is_preempted_in_its_last_step_keeps_no_slot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_that_is_preempted_in_its_last_step_keeps_no_slot(elastic_with: MakeScheduling) -> None:
     """vLLM 0.32 then leaves it in none of its queues, with the tokens of its next part alone, until it is aborted."""
     options = SamplingParams(max_tokens=20, ignore_eos=True, detokenize=False)
-    with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        model = client.model("chat", limit=LIMIT)
-        elastic = Scheduling(tmp_path, monkeypatch, model=model, swap_space=LIMIT)
-        scheduler = elastic.scheduler
-        for attempt in range(BLOCK_TOKENS):  # it is preempted when an older one wants a block, in one of so many steps
-            old, name = f"old {attempt}", f"session {attempt}"
-            elastic.ask(old, [2] * (500 + attempt), 400)
-            while not scheduler.running:
-                elastic.cache.wait(0.1)
-                elastic.step()
-            scheduler.add_request(Request(name, [1] * 1000, options, None, resumable=True))
-            session = scheduler.requests[name]
-            while session.num_output_tokens < 19:
-                elastic.cache.wait(0.01)
-                elastic.step()
-            blocks = scheduler.connector._blocks
-            blocks.preempt(blocks._table(name))
+    elastic = elastic_with(swap_space=LIMIT)
+    scheduler = elastic.scheduler
+    for attempt in range(BLOCK_TOKENS):  # it is preempted when an older one wants a block, in one of so many steps
+        old, name = f"old {attempt}", f"session {attempt}"
+        elastic.ask(old, [2] * (500 + attempt), 400)
+        while not scheduler.running:
+            elastic.cache.wait(0.1)
             elastic.step()
-            if session.num_preemptions:
-                break
-            scheduler.finish_requests([old, name], RequestStatus.FINISHED_ABORTED)
-            while elastic.step():
-                pass
-        assert scheduler.connector._swap._kept
+        scheduler.add_request(Request(name, [1] * 1000, options, None, resumable=True))
+        session = scheduler.requests[name]
+        while session.num_output_tokens < 19:
+            elastic.cache.wait(0.01)
+            elastic.step()
+        blocks = scheduler.connector._blocks
+        blocks.preempt(blocks._table(name))
         elastic.step()
-        scheduler.add_request(Request(name, [3] * 50, options, None, resumable=True))
-        elastic.forget(name)
-        for _ in range(10):
-            elastic.step()
+        if session.num_preemptions:
+            break
         scheduler.finish_requests([old, name], RequestStatus.FINISHED_ABORTED)
         while elastic.step():
             pass
-        assert elastic.slots == list(range(LIMIT // BLOCK))
-        elastic.cache.close()
+    assert scheduler.connector._swap._kept
+    elastic.step()
+    scheduler.add_request(Request(name, [3] * 50, options, None, resumable=True))
+    elastic.forget(name)
+    for _ in range(10):
+        elastic.step()
+    scheduler.finish_requests([old, name], RequestStatus.FINISHED_ABORTED)
+    while elastic.step():
+        pass
+    assert elastic.slots == list(range(LIMIT // BLOCK))
 
 
-def test_one_step_preempts_many_for_a_recall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step with long prompts takes half a second, so a request in each step would be too slow."""
-    with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        elastic = Scheduling(tmp_path, monkeypatch, model=client.model("chat", limit=LIMIT))
-        _fill(elastic)
-        elastic.add(*REQUESTS)
-        before = elastic.preemptions
-        while elastic.preemptions == before:  # then all blocks are in use
-            assert elastic.step()
-        Urgent(elastic.cache, LIMIT // 2)
-        assert elastic.step(), "from its end on, what is to go is kept"
-        before = elastic.preemptions
-        while elastic.preemptions == before:  # until a request fills a block
-            assert elastic.step()
-        print(f"{elastic.preemptions - before} requests were preempted")
-        assert elastic.preemptions - before >= 3
-        elastic.cache.close()
-
-
-def test_a_recall_during_a_step_is_answered_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recall_during_a_step_is_answered_by_the_next_one(elastic_with: MakeScheduling) -> None:
     """One step is under way then. No request fills a block in the next one: it preempts all the same."""
     requests = 100
-    with running({"capacity": 2 * WHOLE}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        elastic = Scheduling(tmp_path, monkeypatch, model=client.model("chat", limit=WHOLE))
-        blocks = elastic.cache.layout.blocks
-        assert elastic.cache.prepare(blocks, DEADLINE_SECONDS)
-        elastic.add(requests, 4 * BLOCK_TOKENS, 200)  # all in one batch, so that they fill blocks in the same steps
-        running_now = elastic.scheduler.running
-        while len(running_now) < requests or running_now[0].num_computed_tokens % BLOCK_TOKENS != 4:
-            assert elastic.step()
-        assert len({one.num_computed_tokens for one in running_now}) == 1
-        elastic.before_end = lambda: Urgent(elastic.cache, WHOLE * 15 // 16)
-        elastic.step()
-        assert not elastic.preemptions, "this step was scheduled before the recall"
-        elastic.step()
-        print(f"{elastic.preemptions} requests were preempted")
-        assert elastic.preemptions > requests / 2
-        elastic.cache.close()
-
-
-def test_a_waiting_session_has_nobody_preempted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the youngest, and vLLM cannot preempt it: a recall of a page takes one of the youngest that runs."""
-    requests, options = 40, SamplingParams(max_tokens=5, ignore_eos=True, detokenize=False)
-    with running({"capacity": 2 * WHOLE}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        elastic = Scheduling(tmp_path, monkeypatch, model=client.model("chat", limit=WHOLE))
-        cache, scheduler = elastic.cache, elastic.scheduler
-        assert cache.prepare(cache.layout.blocks, DEADLINE_SECONDS)
-        elastic.add(requests, 500, 400)
-        scheduler.add_request(Request("session", [1] * 1000, options, None, resumable=True))
-        while scheduler.requests["session"].status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
-            assert elastic.step()
-        steps = _recall_busy(elastic, 1)
-        print(f"{elastic.preemptions} requests were preempted in {steps} steps")
-        assert 0 < elastic.preemptions < requests / 4
-        scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
-        cache.close()
-
-
-def test_with_priorities_a_recall_is_answered_as_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM then preempts those that matter least, which came first here."""
-    with running({"capacity": 2 * WHOLE}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        model = client.model("chat", limit=WHOLE)
-        elastic = Scheduling(tmp_path, monkeypatch, model=model, policy="priority")
-        cache, scheduler = elastic.cache, elastic.scheduler
-        assert cache.prepare(cache.layout.blocks, DEADLINE_SECONDS)
-        for number in range(40):
-            elastic.ask(str(number), [1] * 500, 400, priority=int(number < 20))
-            elastic.step()
-        while scheduler.running[-1].is_prefill_chunk:
-            assert elastic.step()
-        steps = _recall_busy(elastic, 4)
-        print(f"{elastic.preemptions} requests were preempted in {steps} steps")
-        assert elastic.preemptions > 0
-        assert steps <= 4
-        cache.close()
+    elastic = elastic_with(WHOLE)
+    blocks = elastic.cache.layout.blocks
+    assert elastic.cache.prepare(blocks, DEADLINE_SECONDS)
+    elastic.add(requests, 4 * BLOCK_TOKENS, 200)  # all in one batch, so that they fill blocks in the same steps
+    running_now = elastic.scheduler.running
+    while len(running_now) < requests or running_now[0].num_computed_tokens % BLOCK_TOKENS != 4:
+        assert elastic.step()
+    assert len({one.num_computed_tokens for one in running_now}) == 1
+    elastic.before_end = lambda: Urgent(elastic.cache, WHOLE * 15 // 16)
+    elastic.step()
+    assert not elastic.preemptions, "this step was scheduled before the recall"
+    elastic.step()
+    print(f"{elastic.preemptions} requests were preempted")
+    assert elastic.preemptions > requests / 2
 
 
 @pytest.mark.parametrize("window", [0, 200], ids=["", "window"])
 @pytest.mark.parametrize("swap_space", [None, 3 * MIB, LIMIT], ids=["no-swap", "little-swap", "swap"])
 def test_no_block_is_lost_while_memory_comes_and_goes(
-    swap_space: int | None, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    swap_space: int | None, window: int, elastic_with: MakeScheduling
 ) -> None:
     """Requests with common prefixes come, end and are aborted, amid recalls. Each step every reference is counted."""
     seed = chosen_seed()
     dice, text = random.Random(seed), [7] * 400
-    with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        model = client.model("chat", limit=LIMIT)
-        elastic = Scheduling(
-            tmp_path, monkeypatch, model=model, caches_prefixes=True, swap_space=swap_space, window=window
-        )
-        squeezed = 0
-        for number in range(1500):
-            if dice.random() < 0.15 and len(elastic.scheduler.requests) < 60:
-                for part in range(dice.randint(1, 8)):
-                    prompt = [
-                        *text[: dice.choice((0, 160, 320, 400))],
-                        *dice.choices(range(1, 900), k=dice.randint(1, 500)),
-                    ]
-                    elastic.ask(f"{number} {part}", prompt, dice.randint(1, 250))
-            elif dice.random() < 0.05 and elastic.scheduler.requests:
-                name = dice.choice(list(elastic.scheduler.requests))
-                elastic.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-            elif dice.random() < 0.06:
-                Urgent(elastic.cache, dice.randint(1, LIMIT // 2 // MIB) * MIB)
-            if elastic.step():
-                squeezed += _check_references(elastic.scheduler)
-        while elastic.step():
-            pass
-        print(f"{squeezed} steps with a recall, {elastic.preemptions} preemptions, {elastic.loaded} blocks came back")
-        assert squeezed
-        assert elastic.preemptions
-        assert (elastic.loaded > 0) == (swap_space is not None)
-        assert elastic.slots == list(range((swap_space or 0) // BLOCK)), "a slot was lost, or is free twice"
-        elastic.cache.close()
+    elastic = elastic_with(caches_prefixes=True, swap_space=swap_space, window=window)
+    squeezed = 0
+    for number in range(1500):
+        if dice.random() < 0.15 and len(elastic.scheduler.requests) < 60:
+            for part in range(dice.randint(1, 8)):
+                prompt = [
+                    *text[: dice.choice((0, 160, 320, 400))],
+                    *dice.choices(range(1, 900), k=dice.randint(1, 500)),
+                ]
+                elastic.ask(f"{number} {part}", prompt, dice.randint(1, 250))
+        elif dice.random() < 0.05 and elastic.scheduler.requests:
+            name = dice.choice(list(elastic.scheduler.requests))
+            elastic.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        elif dice.random() < 0.06:
+            Urgent(elastic.cache, dice.randint(1, LIMIT // 2 // MIB) * MIB)
+        if elastic.step():
+            squeezed += _check_references(elastic.scheduler)
+    while elastic.step():
+        pass
+    print(f"{squeezed} steps with a recall, {elastic.preemptions} preemptions, {elastic.loaded} blocks came back")
+    assert squeezed
+    assert elastic.preemptions
+    assert (elastic.loaded > 0) == (swap_space is not None)
+    assert elastic.slots == list(range((swap_space or 0) // BLOCK)), "a slot was lost, or is free twice"
 
 
 def _fill(elastic: Scheduling) -> None:
     """Let all memory of the limit come. Steps without a model are over before it has, on a busy machine."""
     assert elastic.cache.prepare(LIMIT // BLOCK, DEADLINE_SECONDS)
-
-
-def _run_together(elastic: Scheduling, requests: int) -> None:
-    """Step until so many requests run at once."""
-    until(lambda: elastic.step() and len(elastic.scheduler.running) == requests)
-
-
-def _recall_busy(elastic: Scheduling, pages: int) -> int:
-    """Let all free pages be released, and so many others beside what goes already; return after how many steps."""
-    cache, layout, steps = elastic.cache, elastic.cache.layout, 0
-    groups = [list(layout.members(group)) for group in range(layout.groups)]
-    free = sum(len(elastic.scheduler.connector._blocks.unused(group)) == len(group) for group in groups)
-    recall = Urgent(cache, (free + pages) * PAGE + cache.stats().going_bytes)
-    while recall.remaining and not recall.is_answered and steps < 20:
-        assert elastic.step()
-        until(lambda: all(fence.number > elastic.ended for _, fence in cache._state.retiring()))
-        steps += 1
-    assert recall.is_answered or not recall.remaining
-    return steps
 
 
 def _check_references(scheduler: Any) -> bool:

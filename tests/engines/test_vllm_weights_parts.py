@@ -42,22 +42,6 @@ pytestmark = pytest.mark.shared_daemon
 ROWS = 256
 
 
-class Method(QuantizeMethodBase):  # type: ignore[misc]
-    """Processing of a layer that knows whether its weights are processed already, as some of vLLM's methods do."""
-
-    supports_pre_processed_weights = True
-
-    def __init__(self, process: Callable[[Any], None]) -> None:
-        self._process = process
-
-    def create_weights(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def apply(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        self._process(layer)
-
-
 class Kernel:
     """What computes with the weights of a layer, and keeps values of its own."""
 
@@ -65,10 +49,8 @@ class Kernel:
     zeros = "none"
 
 
-class AutoGPTQLinearMethod(LinearMethodBase):  # type: ignore[misc]
-    """Processing of a layer that knows nothing of processed weights, under the name of one of vLLM's."""
-
-    __module__ = "vllm.model_executor.layers.quantization.auto_gptq"
+class Processing:
+    """What a layer does with its weights when they are loaded."""
 
     def __init__(self, process: Callable[[Any], None]) -> None:
         self._process = process
@@ -79,8 +61,20 @@ class AutoGPTQLinearMethod(LinearMethodBase):  # type: ignore[misc]
     def apply(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        assert not is_weights_pre_processed()
+        assert getattr(self, "supports_pre_processed_weights", False) or not is_weights_pre_processed()
         self._process(layer)
+
+
+class Method(Processing, QuantizeMethodBase):  # type: ignore[misc]
+    """Processing of a layer that knows whether its weights are processed already, as some of vLLM's methods do."""
+
+    supports_pre_processed_weights = True
+
+
+class AutoGPTQLinearMethod(Processing, LinearMethodBase):  # type: ignore[misc]
+    """Processing of a layer that knows nothing of processed weights, under the name of one of vLLM's."""
+
+    __module__ = "vllm.model_executor.layers.quantization.auto_gptq"
 
 
 class Small(torch.nn.Module):  # type: ignore[misc]
@@ -148,56 +142,30 @@ class Files(BaseModelLoader):  # type: ignore[misc]
         self._load(model)
 
 
-def a_config(model: str = "org/small", **changes: Any) -> Any:
-    parallel = {
-        "rank": 0,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "data_parallel_rank": 0,
-        "data_parallel_size": 1,
-        "enable_expert_parallel": False,
-        "prefill_context_parallel_size": 1,
-        "expert_placement_strategy": "linear",
-        "all2all_backend": "allgather_reducescatter",
-        "enable_eplb": False,
-    }
-    about = {
-        "model": model,
-        "revision": None,
-        "hf_config": SimpleNamespace(to_dict=lambda: {"hidden_size": 256}),
-        "word_embeddings_untied_by_checkpoint": False,
-        "dtype": torch.float32,
-        "quantization": None,
-        "quantization_config": None,
-        "runner_type": "generate",
-        "convert_type": "none",
-        "model_impl": "auto",
-        "enable_sleep_mode": False,
-        "enable_cumem_allocator": False,
-        "multimodal_config": None,
-        "is_moe": False,
-    }
-    about.update({name: value for name, value in changes.items() if name in about})
-    parallel.update({name: value for name, value in changes.items() if name in parallel})
-    offload = SimpleNamespace(
-        uva=SimpleNamespace(cpu_offload_gb=changes.get("cpu_offload_gb", 0)),
-        prefetch=SimpleNamespace(offload_group_size=0),
+def a_config(**changes: Any) -> Any:
+    """What vLLM knows of a small model; `changes` are attributes of whichever part has them."""
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(
+        model="org/small",
+        revision=None,
+        hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 256}),
+        word_embeddings_untied_by_checkpoint=False,
+        dtype=torch.float32,
+        quantization=None,
+        quantization_config=None,
+        runner_type="generate",
+        convert_type="none",
+        model_impl="auto",
+        enable_sleep_mode=False,
+        enable_cumem_allocator=False,
+        multimodal_config=None,
+        is_moe=False,
     )
-    return SimpleNamespace(
-        model_config=SimpleNamespace(**about),
-        parallel_config=SimpleNamespace(**parallel),
-        device_config=SimpleNamespace(device=torch.device("cpu"), device_type="cpu"),
-        offload_config=offload,
-        load_config=LoadConfig(),
-        compilation_config=changes.get("compilation_config", SimpleNamespace(static_forward_context={})),
-        cache_config=SimpleNamespace(
-            cache_dtype=changes.get("cache_dtype", "auto"), kv_cache_dtype_skip_layers=changes.get("skip_layers", [])
-        ),
-        kernel_config=SimpleNamespace(moe_backend=changes.get("moe_backend", "auto"), enable_flashinfer_autotune=False),
-        quant_config=None,
-        lora_config=changes.get("lora_config"),
-        weight_transfer_config=changes.get("weight_transfer_config"),
-    )
+    parts = [config.model_config, config.parallel_config, config.cache_config, config.kernel_config]
+    parts += [config.offload_config.uva, config]
+    for name, value in changes.items():
+        setattr(next(part for part in parts if hasattr(part, name)), name, value)
+    return config
 
 
 @pytest.fixture
@@ -227,10 +195,6 @@ def segments(daemon: Daemon) -> list[Any]:
         return [(one.state, one.sessions) for one in client.segments()]
 
 
-def addresses(model: Any) -> list[int]:
-    return [value.data_ptr() for value in model.parameters()]
-
-
 def test_a_model_that_vllm_would_compile_is_in_memory_once(daemon: Daemon, start: Callable[..., Any]) -> None:
     """Torch keeps the models that are served, and not the first engine's own copy."""
     config = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.DYNAMO_TRACE_ONCE))
@@ -243,7 +207,10 @@ def test_a_model_that_vllm_would_compile_is_in_memory_once(daemon: Daemon, start
 
 
 def test_the_second_engine_maps_what_the_first_has_loaded(daemon: Daemon, start: Callable[..., Any]) -> None:
-    """Every dtype, tied names, what a loader has put on a parameter; and each engine has buffers that it can write."""
+    """Every dtype, tied names, what a loader has put on a parameter; and each engine has buffers that it can write.
+
+    A write to a large weight would end the process, so the kernel is asked: they lie in read-only shared mappings.
+    """
     expected, files = Small(), Files()
     fill(expected)
     first, second = start(files=files), start(files=files)
@@ -257,6 +224,7 @@ def test_the_second_engine_maps_what_the_first_has_loaded(daemon: Daemon, start:
         assert torch.equal(model.angles, expected.angles)
         model.scale.fill_(5.0)
         model.angles.fill_(5.0)
+        assert {_mode(value.data_ptr()) for value in (model.eight, model.packed, model.wide)} == {"r--s"}
     with membroker.connect(daemon.endpoint(), observer=True) as client:
         books = client.model_status("org/small").books["device"]
         assert books.used_bytes == books.segment_bytes == client.segments()[0].size_bytes
@@ -267,6 +235,16 @@ def test_the_second_engine_maps_what_the_first_has_loaded(daemon: Daemon, start:
     del second, value
     gc.collect()
     until(lambda: segments(daemon) == [])
+
+
+def _mode(address: int) -> str:
+    """Return how the mapping is protected that an address lies in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        where, mode, *_ = line.split()
+        begin, end = (int(part, 16) for part in where.split("-"))
+        if begin <= address < end:
+            return mode
+    raise AssertionError("nothing is mapped there")
 
 
 def test_a_branch_that_has_moved_is_another_model(
@@ -285,32 +263,6 @@ def test_a_branch_that_has_moved_is_another_model(
         branch.write_text(commit)
         engines += [start(files=files), start(files=files)]
     assert files.revisions == ["a" * 40, "b" * 40]
-
-
-def test_the_weights_are_one_read_only_copy(daemon: Daemon, start: Callable[..., Any]) -> None:
-    """A write would end the process, so the kernel is asked: all large parameters lie in read-only shared mappings."""
-    models = [start(), start()]
-    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    for model in models:
-        for name in ("eight", "packed", "wide"):
-            address = getattr(model, name).data_ptr()
-            (mode,) = (
-                one[1] for one in maps if int(one[0].split("-")[0], 16) <= address < int(one[0].split("-")[1], 16)
-            )
-            assert mode == "r--s", name
-    assert not set(addresses(models[0])[:4]) & set(addresses(models[1])[:4])
-
-
-def test_a_kept_segment_serves_the_next_engine(daemon: Daemon, start: Callable[..., Any]) -> None:
-    files = Files()
-    for _ in range(2):
-        start(files=files, keep=True)
-        gc.collect()
-        until(lambda: segments(daemon) == [("sealed", 0)])
-    assert files.loads == 1
-    with membroker.connect(daemon.endpoint()) as client:
-        client.delete_segment(client.segments()[0].name)
-    until(lambda: segments(daemon) == [])
 
 
 def test_an_engine_takes_no_memory_for_weights_while_another_one_loads(
@@ -364,12 +316,6 @@ def wider() -> Any:
     return model
 
 
-def other_dtype() -> Any:
-    model = Small()
-    model.wide = torch.nn.Parameter(torch.zeros(ROWS, 512, dtype=torch.float16), requires_grad=False)
-    return model
-
-
 def without_one() -> Any:
     model = Small()
     del model.packed
@@ -380,7 +326,6 @@ def without_one() -> Any:
     ("build", "says"),
     [
         (wider, r"wide is bfloat16 \[256, 1024\] here and bfloat16 \[256, 512\] there"),
-        (other_dtype, "wide is float16 .* here and bfloat16 .* there"),
         (without_one, "packed is on one side only"),
     ],
 )
@@ -554,7 +499,9 @@ def test_weights_are_not_taken_over_for_another_kernel(start: Callable[..., Any]
     assert first.wide[0, 0] > 0
 
 
-def test_layers_that_know_of_processed_weights_restore_what_they_have_besides(start: Callable[..., Any]) -> None:
+def test_layers_that_know_of_processed_weights_restore_what_they_have_besides(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They see the values, know that these are processed, and have what the first engine has noted on its kernel."""
 
     def process(layer: Any) -> None:
@@ -563,16 +510,8 @@ def test_layers_that_know_of_processed_weights_restore_what_they_have_besides(st
             layer.quant_method.kernel.width = layer.wide.shape[0]
         layer.largest = layer.wide.max().item()
 
-    def build() -> Any:
-        model = quantized(process, Method)()
-        model.quant_method.kernel = Kernel()
-        return model
-
-    Method.__module__, before = "vllm.model_executor.layers.quantization.fp8", Method.__module__
-    try:
-        models = [start(build), start(build)]
-    finally:
-        Method.__module__ = before
+    monkeypatch.setattr(Method, "__module__", "vllm.model_executor.layers.quantization.fp8")
+    models = [start(quantized(process, Method)) for _ in range(2)]
     for model in models:
         assert (model.wide.shape, model.quant_method.kernel.width) == ((512, ROWS), 512)
         assert model.largest == models[0].wide.max()
@@ -645,7 +584,7 @@ class TestNames:
             self.name(enable_expert_parallel=True),
             self.name(moe_backend="marlin"),
             self.name(cache_dtype="fp8"),
-            self.name(skip_layers=["3"]),
+            self.name(kv_cache_dtype_skip_layers=["3"]),
             self.name(is_moe=True, lora_config=object()),
             self.name(enable_expert_parallel=True, expert_placement_strategy="round_robin"),
             self.name(enable_expert_parallel=True, expert_placement_strategy="round_robin", all2all_backend="nixl_ep"),
