@@ -11,21 +11,16 @@ from collections.abc import Iterator
 import pytest
 from tests.support.daemons import Daemon, hold_still, until
 from tests.support.engine_batches import Story, batches_of, peak, story_of, used
-from tests.support.vllm_engine import BUILDS, START_SECONDS, Engine, write_model
+from tests.support.vllm_engine import START_SECONDS, Build, Engine, write_model
 
 import membroker
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
-from vllm.platforms import current_platform
-
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    build = BUILDS[request.param]
-    if build.on_gpu == current_platform.is_cpu():
-        pytest.skip("this vLLM was built for another device")
+@pytest.fixture(scope="module")
+def story(build: Build, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     batches, model = batches_of(build.times), write_model(tmp_path_factory.mktemp("model"), build.config)
     with Engine(build, model, enable_prefix_caching=False) as plain:
         yield story_of(Engine, build, model, batches, plain.ready())

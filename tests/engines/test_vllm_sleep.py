@@ -7,7 +7,6 @@ the engine with SIGSEGV.
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import re
 from contextlib import ExitStack
@@ -18,14 +17,12 @@ import pytest
 from tests.support.daemons import until
 from tests.support.engine_batches import compare
 from tests.support.sleeping import Books, books, command, done, refused, refused_at_once
-from tests.support.vllm_engine import ANSWER_SECONDS, BUILDS, Build, Engine, write_model, write_plugins
+from tests.support.vllm_engine import ANSWER_SECONDS, Build, Engine, write_model
 
 import membroker
 from membroker.v1.resources_pb2 import LOCATION_DEVICE
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
-from vllm.platforms import current_platform
-
 pytestmark = pytest.mark.timeout(600)
 
 _RNG = random.Random(11)
@@ -40,21 +37,9 @@ def _long(build: Build) -> Any:
     return [[_RNG.randrange(3, 512) for _ in range(200)] for _ in range(16)], 4800 if build.on_gpu else 800
 
 
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def build(request: pytest.FixtureRequest) -> Build:
-    build = BUILDS[request.param]
-    if build.on_gpu == current_platform.is_cpu():
-        pytest.skip("this vLLM was built for another device")
-    return build
-
-
 @pytest.fixture
-def environment(build: Build, tmp_path: Path) -> dict[str, str]:
-    """The variables of an engine that computes with the weights in place, as those on a GPU do."""
-    if build.on_gpu:
-        return {}
-    directory = write_plugins(tmp_path / "plugins", torch_linear="tests.support.vllm_torch_linear:register")
-    return {"PYTHONPATH": os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])}
+def environment(build: Build, in_place: dict[str, str]) -> dict[str, str]:
+    return {} if build.on_gpu else in_place
 
 
 class Plain:
@@ -219,19 +204,3 @@ def test_an_idle_engine_sleeps_by_itself_when_another_model_waits(
             until(lambda: not daemon.device().asleep_sessions)
             assert engine.is_busy
         assert engine.answer() == before
-
-
-def test_borrowed_weights_and_what_is_declared_leave_too_little_for_the_longest_request(
-    build: Build, tmp_path: Path
-) -> None:
-    """It would fit into the limit alone, and wait forever: so the engine does not start, and says why."""
-    model = write_model(tmp_path / "model", build.config)
-    settings = {"model": "chat", "weights": "borrowed", "limit": 24 * build.unit, "declare": 12 * build.unit}
-    with (
-        build.running({"capacity": 512 * build.unit}) as daemon,
-        Engine(build, model, daemon.endpoint(), settings) as engine,
-        pytest.raises(
-            AssertionError, match=r"'chat' may borrow \d+ beside \d+ for other memory: lower --max-model-len"
-        ),
-    ):
-        engine.ready()

@@ -19,15 +19,13 @@ import pytest
 from tests.support.daemons import Daemon, until
 from tests.support.engine_batches import Story, batch_of, batches_of, story_of
 from tests.support.sleeping import command, done
-from tests.support.vllm_engine import BUILDS, Engine, write_model, write_plugins
+from tests.support.vllm_engine import Build, Engine, write_model
 from tests.support.workers import children, proc_of
 
 import membroker
 from membroker.kv.state import ASK_GROUPS
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
-from vllm.platforms import current_platform
-
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -73,22 +71,15 @@ class Ranks:
         stack.enter_context(owner.allocate(48 * self.story.unit, timeout=600.0))
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    build = BUILDS[request.param]
-    if build.on_gpu == current_platform.is_cpu():
-        pytest.skip("this vLLM was built for another device")
+@pytest.fixture(scope="module")
+def ranks(build: Build, in_place: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     batches, model = batches_of(build.times), write_model(tmp_path_factory.mktemp("model"), build.config)
     if not build.on_gpu:  # its ranks take all of two cores, so a recall is answered slowly
         batches["long"] = batch_of(5, 32, 100, 600)
-    plugins = write_plugins(tmp_path_factory.mktemp("plugins"), torch_linear="tests.support.vllm_torch_linear:register")
     options: dict[str, Any] = {
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "mp",
-        "environment": {
-            "PYTHONPATH": os.pathsep.join([str(plugins), os.environ.get("PYTHONPATH", "")]),
-            "VLLM_LOGGING_LEVEL": "DEBUG",
-        },
+        "environment": {**in_place, "VLLM_LOGGING_LEVEL": "DEBUG"},
     }
     tenants = {"red": {}, "blue": {"guarantee": 48 * build.unit}}
     lent = {"capacity": 64 * build.unit, "host_capacity": 32 * build.unit}

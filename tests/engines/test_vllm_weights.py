@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, running, until
-from tests.support.vllm_engine import BUILDS, CONFIG, Engine, write_model, write_plugins
+from tests.support.vllm_engine import BUILDS, CONFIG, Engine, write_model
 from tests.support.vllm_held import GATE
 
 import membroker
@@ -37,30 +37,19 @@ LLAMA = {
 
 
 @pytest.fixture(scope="module")
-def plugins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The variables of an engine that finds membroker's entry point, and those of the tests."""
-    directory = write_plugins(
-        tmp_path_factory.mktemp("plugins"),
-        torch_linear="tests.support.vllm_torch_linear:register",
-        held="tests.support.vllm_held:register",
-    )
-    return {"PYTHONPATH": os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])}
-
-
-@pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose input and output embeddings are one tensor."""
     return write_model(tmp_path_factory.mktemp("models") / "qwen")
 
 
 @pytest.fixture(scope="module")
-def tokens(plugins: dict[str, str]) -> Callable[..., Any]:
+def tokens(in_place: dict[str, str]) -> Callable[..., Any]:
     """Return a function that says what plain vLLM answers."""
     known: dict[Path, Any] = {}
 
     def answer(model: Path, **options: Any) -> Any:
         if model not in known:
-            with Engine(BUILDS["cpu"], model, environment=plugins, load_format="auto", **options) as plain:
+            with Engine(BUILDS["cpu"], model, environment=in_place, load_format="auto", **options) as plain:
                 known[model] = plain.ready().generate(*PROMPTS)
         return known[model]
 
@@ -99,7 +88,7 @@ def how(engine: Engine) -> list[str]:
 
 
 def test_engines_that_start_at_once_have_one_copy_and_outlive_its_writer(
-    qwen: Path, plugins: dict[str, str], tokens: Callable[..., Any]
+    qwen: Path, in_place: dict[str, str], tokens: Callable[..., Any]
 ) -> None:
     """One publishes and the other attaches, whichever comes first. The publisher is killed; the next one attaches,
     and finds the entry point in each of its processes.
@@ -108,7 +97,7 @@ def test_engines_that_start_at_once_have_one_copy_and_outlive_its_writer(
     """
     expected = tokens(qwen)
     with running({"capacity": "512MiB"}) as daemon:
-        with sharing(qwen, daemon, plugins, "one") as one, sharing(qwen, daemon, plugins, "two") as two:
+        with sharing(qwen, daemon, in_place, "one") as one, sharing(qwen, daemon, in_place, "two") as two:
             assert one.ready().generate(*PROMPTS) == two.ready().generate(*PROMPTS) == expected
             assert published_once(one, two)
             assert segments(daemon) == [("sealed", 2)]
@@ -120,7 +109,7 @@ def test_engines_that_start_at_once_have_one_copy_and_outlive_its_writer(
             writer.kill()
             until(lambda: segments(daemon) == [("sealed", 1)])
             assert other.generate(*PROMPTS) == expected
-            with sharing(qwen, daemon, plugins, "three", fresh=True) as three:
+            with sharing(qwen, daemon, in_place, "three", fresh=True) as three:
                 assert three.ready().generate(*PROMPTS) == expected
                 assert how(three) == ["attached"]
         until(lambda: segments(daemon) == [])
@@ -128,10 +117,10 @@ def test_engines_that_start_at_once_have_one_copy_and_outlive_its_writer(
 
 
 def test_a_publisher_that_is_killed_halfway_is_replaced_by_an_engine_that_waits(
-    qwen: Path, plugins: dict[str, str], tokens: Callable[..., Any], tmp_path: Path
+    qwen: Path, in_place: dict[str, str], tokens: Callable[..., Any], tmp_path: Path
 ) -> None:
     expected, gate = tokens(qwen), tmp_path / "gate"
-    environment = {**plugins, GATE: str(gate)}
+    environment = {**in_place, GATE: str(gate)}
     held = {"weights": {"load_format": "held", "model": "weights-of-qwen", "keep": True}}
     with running({"capacity": "512MiB"}) as daemon:
         with (
@@ -159,12 +148,12 @@ def _loads(daemon: Daemon, engine: Engine) -> bool:
     return bool(pids) and os.getpgid(pids[0]) == engine.process.pid
 
 
-def test_a_segment_with_other_contents_is_refused(qwen: Path, plugins: dict[str, str]) -> None:
+def test_a_segment_with_other_contents_is_refused(qwen: Path, in_place: dict[str, str]) -> None:
     """Something has the name, but not the tensors: the engine says so, and how to get rid of it."""
     import numpy
 
     with running({"capacity": "512MiB"}) as daemon:
-        with sharing(qwen, daemon, plugins, "one", weights={"keep": True}) as one:
+        with sharing(qwen, daemon, in_place, "one", weights={"keep": True}) as one:
             one.ready()
         with membroker.connect(daemon.endpoint()) as client:
             (there,) = client.segments()
@@ -175,15 +164,15 @@ def test_a_segment_with_other_contents_is_refused(qwen: Path, plugins: dict[str,
                 client.model(model_of(there.name)), own, {"lm_head.weight": numpy.ones(3, "float32")}
             ).close()
             says = r"does not fit this model: .*membroker segments delete"
-            with sharing(qwen, daemon, plugins, "two") as two, pytest.raises(AssertionError, match=says):
+            with sharing(qwen, daemon, in_place, "two") as two, pytest.raises(AssertionError, match=says):
                 two.ready()
             assert [one.state for one in client.segments()] == ["sealed"]
 
 
-def test_two_engines_that_end_together_leave_nothing(qwen: Path, plugins: dict[str, str]) -> None:
+def test_two_engines_that_end_together_leave_nothing(qwen: Path, in_place: dict[str, str]) -> None:
     """Both are killed in one moment, so neither can know that it is the last."""
     with running({"capacity": "512MiB"}) as daemon:
-        with sharing(qwen, daemon, plugins, "") as one, sharing(qwen, daemon, plugins, "") as two:
+        with sharing(qwen, daemon, in_place, "") as one, sharing(qwen, daemon, in_place, "") as two:
             one.ready()
             two.ready()
             assert segments(daemon) == [("sealed", 2)]
@@ -220,15 +209,15 @@ def write_awq(directory: Path) -> Path:
 
 
 def test_quantized_weights_are_shared_as_vllm_has_packed_them(
-    plugins: dict[str, str], tokens: Callable[..., Any], tmp_path: Path
+    in_place: dict[str, str], tokens: Callable[..., Any], tmp_path: Path
 ) -> None:
     """AWQ of a Llama in bfloat16, which no layer of vLLM declares ready for processed weights. The first packs them."""
     model, half = write_awq(tmp_path / "awq"), {"dtype": "bfloat16"}
     expected = tokens(model, **half)
     with (
         running({"capacity": "512MiB"}) as daemon,
-        sharing(model, daemon, plugins, "", **half) as one,
-        sharing(model, daemon, plugins, "", **half) as two,
+        sharing(model, daemon, in_place, "", **half) as one,
+        sharing(model, daemon, in_place, "", **half) as two,
     ):
         assert one.ready().generate(*PROMPTS) == two.ready().generate(*PROMPTS) == expected
         assert published_once(one, two)
@@ -255,17 +244,17 @@ def write_adapter(directory: Path) -> Path:
 
 
 def test_adapters_lie_beside_shared_weights(
-    qwen: Path, plugins: dict[str, str], tokens: Callable[..., Any], tmp_path: Path
+    qwen: Path, in_place: dict[str, str], tokens: Callable[..., Any], tmp_path: Path
 ) -> None:
     """An engine with LoRA shares with one that has none, and its adapter changes nobody's base model."""
     adapter, lora = str(write_adapter(tmp_path / "adapter")), {"enable_lora": True, "max_lora_rank": 8}
-    with Engine(BUILDS["cpu"], qwen, environment=plugins, load_format="auto", **lora) as plain:
+    with Engine(BUILDS["cpu"], qwen, environment=in_place, load_format="auto", **lora) as plain:
         adapted = plain.ready().generate(*PROMPTS, lora=adapter)
     assert adapted != tokens(qwen)
     with (
         running({"capacity": "512MiB"}) as daemon,
-        sharing(qwen, daemon, plugins, "") as one,
-        sharing(qwen, daemon, plugins, "", **lora) as two,
+        sharing(qwen, daemon, in_place, "") as one,
+        sharing(qwen, daemon, in_place, "", **lora) as two,
     ):
         one.ready()
         assert two.ready().generate(*PROMPTS, lora=adapter) == adapted
@@ -274,15 +263,15 @@ def test_adapters_lie_beside_shared_weights(
 
 
 def test_a_draft_is_shared_beside_its_target(
-    qwen: Path, plugins: dict[str, str], tokens: Callable[..., Any], tmp_path: Path
+    qwen: Path, in_place: dict[str, str], tokens: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Each engine has two segments: its model's, and that of the smaller one that drafts for it."""
     draft = write_model(tmp_path / "small", num_hidden_layers=1)
     speculative = {"speculative_config": {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}}
     with (
         running({"capacity": "512MiB"}) as daemon,
-        sharing(qwen, daemon, plugins, "", **speculative) as one,
-        sharing(qwen, daemon, plugins, "", **speculative) as two,
+        sharing(qwen, daemon, in_place, "", **speculative) as one,
+        sharing(qwen, daemon, in_place, "", **speculative) as two,
     ):
         assert one.ready().generate(*PROMPTS) == two.ready().generate(*PROMPTS) == tokens(qwen)
         assert published_once(one, two, drafts=1)
