@@ -1,4 +1,4 @@
-"""What workers with a pool that sleeps do on a GPU: fill it with random bytes, sum them up, copy beside the pool.
+"""What workers with a pool that sleeps do on a GPU: fill it with random bytes, sum them up.
 
 The tests' lines import it in a worker.
 """
@@ -6,7 +6,6 @@ The tests' lines import it in a worker.
 from __future__ import annotations
 
 import random
-import time
 import zlib
 from typing import Any
 
@@ -14,7 +13,7 @@ from membroker import VirtualMemoryPool
 from membroker.vmm import Driver
 from tests.support.gpu_work import torch_on_the_gpu
 
-__all__ = ["bare_rates", "fill_random", "sleep_and_wake", "sum_of", "tensor_over", "torch_on_the_gpu"]
+__all__ = ["fill_random", "sum_of", "tensor_over", "torch_on_the_gpu"]
 
 BLOCK = 16 << 20
 
@@ -32,29 +31,6 @@ def sum_of(pool: VirtualMemoryPool, driver: Driver, size: int) -> int:
     for offset in range(0, size, BLOCK):
         found = zlib.crc32(driver.read(pool.base_address + offset, min(BLOCK, size - offset)), found)
     return found
-
-
-def sleep_and_wake(pool: VirtualMemoryPool) -> tuple[float, float]:
-    """Offload a pool and restore it; return the bytes a second of each, pinned memory kept."""
-    began = time.monotonic()
-    copied = pool.offload()
-    slept = time.monotonic()
-    pool.restore(keep_pinned=True)
-    return copied / (slept - began), copied / (time.monotonic() - slept)
-
-
-def bare_rates(pool: VirtualMemoryPool, driver: Driver, size: int) -> tuple[float, float]:
-    """Return the bytes a second of one copy of a pool's first bytes to pinned memory that is there, and of one back."""
-    pinned, copier = driver.pin(size), driver.copier()
-    rates = []
-    for target, source in ((pinned, pool.base_address), (pool.base_address, pinned)) * 2:
-        began = time.monotonic()
-        copier.copy(target, source, size)
-        copier.wait(copier.mark())
-        rates.append(size / (time.monotonic() - began))
-    copier.close()
-    driver.unpin(pinned)
-    return rates[2], rates[3]
 
 
 class _Floats:
