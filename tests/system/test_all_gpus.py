@@ -25,7 +25,6 @@ from tests.support.template import run
 from tests.support.workers import is_gone, worker
 
 import membroker
-from membrokerd import __version__
 from membrokerd.observe import catalog
 
 
@@ -87,15 +86,8 @@ def test_one_port_serves_the_metrics_and_the_status_pages_of_all(place: Path) ->
         served = set(re.findall(r"^# TYPE (membroker_\w+)", text, re.MULTILINE))
         assert {spec.name for spec in catalog.PARENT} <= served <= set(catalog.ALL), "docs/metrics.md has them all"
         assert [parent.figure("membroker_daemon_up", uuid) for uuid in UUIDS] == [1, 1]
-        for name in ("process_resident_memory_bytes", "membroker_build_info"):
-            assert all(parent.figure(name, uuid) for uuid in UUIDS), name
         assert parent.get("/healthz")[0] == 200
-        status, page = parent.get("/")
-        assert (status, page.count("<body>"), page.count("<h1>"), page.count("Device memory")) == (200, 1, 3, 2)
-        host = socket.gethostname()
-        assert f"<title>{host}: membroker</title>" in page
-        assert [f"<h1>{host}, {uuid}: host memory</h1>" in page for uuid in UUIDS] == [True, True]
-        assert page.count(f"<td>{__version__}</td>") == 2
+        assert parent.get("/")[1].count("Device memory") == 2
         stopped = parent.pids()[1]
         os.kill(stopped, signal.SIGSTOP)
         try:
@@ -104,8 +96,7 @@ def test_one_port_serves_the_metrics_and_the_status_pages_of_all(place: Path) ->
             assert parent.figure("membroker_build_info", "host-1") is None
             page = parent.get("/")[1]
             assert page.count("Device memory") == 1
-            assert f'<h1 class="bad">{host}: host-1</h1><p class="bad">This daemon does not answer' in page
-            assert '<tr class=bad><td class="name"><a href="#host-1">host-1</a></td><td>does not answer</td>' in page
+            assert '<a href="#host-1">host-1</a></td><td>does not answer</td>' in page
         finally:
             os.kill(stopped, signal.SIGCONT)
         until(lambda: parent.figure("membroker_daemon_up", "host-1") == 1)
@@ -203,48 +194,20 @@ def test_the_daemons_end_with_a_parent_that_is_killed(place: Path) -> None:
         parent.wait_until_ready()
 
 
-@pytest.mark.deep
-def test_a_daemon_that_hangs_is_killed_and_starts_again(place: Path) -> None:
-    code = "import sys; from membrokerd import all_gpus, cli; all_gpus.SILENT_SECONDS = 3.0; sys.exit(cli.main())"
-    with running_all(place, ["-c", code]) as parent:
-        parent.wait_until_ready()
-        before = parent.pids()
-        os.kill(before[1], signal.SIGSTOP)
-        until(lambda: parent.pids()[1] != before[1] and parent.get("/readyz")[0] == 200)
-        until(lambda: "a daemon does not answer: it gets SIGKILL gpu=host-1" in parent.log())
-
-
 def test_what_starts_nothing_is_one_sentence(place: Path) -> None:
-    """A directory where a socket of an earlier parent would be, wrong keys, a path that is too long, a wrong driver."""
+    """A directory where an earlier parent's socket would be, a wrong key, a store that cannot be shared, a driver."""
     (place / "run/all/state/notify-1").mkdir(parents=True)
-    too_long = ("--runtime-directory", str(place / ("long" * 25)))
-    for keys, words, sentence in (
-        ({}, (), r"cannot remove .*/notify-1: Is a directory; move it away"),
-        ({"capacity": "much"}, (), "capacity: "),
-        ({"descriptor_store": "systemd"}, (), "descriptor_store"),
-        ({"descriptor_store": "systemd"}, ("--check-config",), "descriptor_store"),
-        ({}, too_long, "the path of a socket has at most 107 bytes"),
+    for keys, sentence in (
+        ({}, r"cannot remove .*/notify-1: Is a directory; move it away"),
+        ({"capacity": "much"}, "capacity: "),
+        ({"descriptor_store": "systemd"}, "descriptor_store"),
         # With a GPU in the machine, `auto` would lend that, and the number would mean nothing.
-        ({"driver": "auto"}, (), "--all takes a number only with --driver host"),
+        ({"driver": "auto"}, "--all takes a number only with --driver host"),
     ):
-        status, said = refused("--config", str(write_config(place, **keys)), "--all", "2", *words)
+        status, said = refused("--config", str(write_config(place, **keys)), "--all", "2")
         assert (status, said.count("\n")) == (1, 1), said
         assert re.search(sentence, said), said
     assert not (place / "run/host").exists(), "nothing was started"
-
-
-def test_a_wrong_command_line_is_refused() -> None:
-    for words in [("--all", "--device", "1"), ("--all", "0"), ("--all", "x"), ("--all", "65")]:
-        status, said = refused("--driver", "host", *words)
-        assert status == 2
-        assert "--all" in said
-
-
-@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a GPU")
-def test_a_machine_without_a_gpu_is_one_sentence() -> None:
-    status, said = refused("--driver", "cuda", "--all")
-    assert (status, said.count("\n")) == (1, 1)
-    assert "there is no NVIDIA driver here" in said
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a GPU")
@@ -256,14 +219,9 @@ def test_a_broker_that_found_no_gpu_says_so(place: Path) -> None:
         until(lambda: parent.log().count("no GPU is usable, so the host driver lends ordinary memory") == 1)
 
 
-def test_a_service_whose_file_begins_with_a_dash(place: Path) -> None:
-    """An operator writes a unit with `--all --config=-broker.toml`; the daemons are given the file likewise.
-
-    The keepers are in the unit's control group, which systemd ends with it: the log says what that costs.
-    """
-    shutil.copy(write_config(place), place / "-broker.toml")
-    code = f"import os, sys; os.chdir({str(place)!r}); os.environ['SYSTEMD_EXEC_PID'] = str(os.getpid()); "
-    code += "from membrokerd import cli; sys.exit(cli.main())"
-    with running_all(place, ["-c", code], count=("1", "--config=-broker.toml")) as parent:
+def test_a_service_says_that_its_end_ends_the_keepers(place: Path) -> None:
+    """They are in the control group of the unit with `--all`, which systemd ends with it."""
+    code = "import os, sys; os.environ['SYSTEMD_EXEC_PID'] = str(os.getpid()); from membrokerd import cli; "
+    with running_all(place, ["-c", f"{code}sys.exit(cli.main())"]) as parent:
         parent.wait_until_ready()
         until(lambda: parent.log().count("a restart of the service loses all segments") == 1)

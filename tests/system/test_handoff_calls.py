@@ -3,70 +3,49 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
-from google.rpc.status_pb2 import Status
 from tests.support import raw
 from tests.support.daemons import Daemon, running, until
-from tests.support.raw import Session, allocation, grpc_call, reason, segment_of
+from tests.support.raw import Session, allocation, reason, segment_of
 from tests.support.sizes import GIB, MIB, PAGE
 from tests.system.library.test_waiting import waiting
 
-import membroker
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
 from membroker.wire import frames as handoff
 from membroker.wire import names
-from membrokerd import __version__
 
 pytestmark = pytest.mark.shared_daemon
 
-Ask = Callable[[str, Any], Any]
 
-
-def asker(session: Session, transport: str) -> Ask:
-    """Return a function that puts a request by its name, `RegisterModel` or `UnregisterModel`."""
-    kinds = {"RegisterModel": "register_model", "UnregisterModel": "unregister_model"}
-    if transport == "handoff":
-        return lambda method, request: session.call(**{kinds[method]: request})
-
-    def ask(method: str, request: Any) -> Any:
-        request.request_id = next(raw._ids)
-        return grpc_call(session.endpoint, session.token, method, request)
-
-    return ask
-
-
-@pytest.mark.parametrize("transport", ["handoff", "grpc"])
-def test_a_model_is_registered_joined_and_left(daemon: Daemon, transport: str) -> None:
-    """The answer is the model as it stands, whichever way was taken, and the session can borrow for it."""
+def test_a_model_is_registered_joined_and_left(daemon: Daemon) -> None:
+    """The answer is the model as it stands, and the session can borrow for it."""
     with Session(daemon.endpoint()) as one, Session(daemon.endpoint()) as two:
         assert one.welcome.protocol_revision == names.PROTOCOL_REVISION
         limit = rpb.Limit(location=rpb.LOCATION_DEVICE, limit_bytes=8 * MIB)
         wanted = bpb.RegisterModelRequest(model_id="m", virtual_capacity_bytes=GIB, limits=[limit], exclusive=True)
-        model = asker(one, transport)("RegisterModel", wanted)
+        model = one.call(register_model=wanted)
         assert (model.name, model.virtual_capacity_bytes, model.sessions) == ("tenants/red/models/m", GIB, 1)
         assert model.books[0].limit_bytes == 8 * MIB
         ids = one.borrow(model.name, PAGE, 2)
-        joined = asker(two, transport)("RegisterModel", bpb.RegisterModelRequest(model_id="m"))
+        joined = two.call(register_model=bpb.RegisterModelRequest(model_id="m"))
         assert (joined.sessions, joined.books[0].used_bytes, joined.allocations_total) == (2, 2 * PAGE, 2)
         leave = bpb.UnregisterModelRequest(name=model.name)
-        assert reason(asker(one, transport)("UnregisterModel", leave)) == "MODEL_IN_USE"
+        assert reason(one.call(unregister_model=leave)) == "MODEL_IN_USE"
         assert one.call(release=bpb.ReleaseExtentsRequest(extent_ids=ids)).released_bytes == 2 * PAGE
         for session in (one, two):
-            assert asker(session, transport)("UnregisterModel", leave) == bpb.UnregisterModelResponse()
-        assert reason(asker(one, transport)("UnregisterModel", leave)) == "MODEL_NOT_FOUND"
+            assert session.call(unregister_model=leave) == bpb.UnregisterModelResponse()
         assert daemon.models() == []
 
 
 def test_the_first_delivery_of_a_segment_has_its_size() -> None:
     """A client that attaches knows what to reserve before it maps anything: 1 GiB and 4 MiB come in two packets."""
     with running({"capacity": "2GiB"}) as daemon, Session(daemon.endpoint()) as session:
-        name = session.call(register_model=bpb.RegisterModelRequest(model_id="m")).name
+        name = session.register("m")
         size = GIB + 4 * MIB
         requests: list[dict[str, Any]] = [
             {"create_segment": segment_of(name, "weights", size)},
@@ -107,8 +86,7 @@ def counts_only(session: Session, request: pb.Frame, taken: int) -> tuple[int, l
 def test_a_client_that_counts(daemon: Daemon) -> None:
     """Six packets through the window of two, the same request id again and again, and no Ack behind a last packet."""
     with Session(daemon.endpoint()) as session:
-        name = session.call(register_model=bpb.RegisterModelRequest(model_id="m")).name
-        taken = 0
+        name, taken = session.register("m"), 0
         for turn in range(1, 4):
             frame = pb.Frame(request_id=9, allocate=allocation(name, 2 * MIB, 65))
             taken, ids = counts_only(session, frame, taken)
@@ -140,56 +118,35 @@ def test_a_false_count_ends_the_connection(daemon: Daemon) -> None:
     """Of its own session only, which stays charged until its process ends; nothing that came with it is done."""
     for violate in [_counted_too_many, _counted_the_most, _acknowledged_what_was_counted]:
         with Session(daemon.endpoint()) as session, Session(daemon.endpoint("blue")) as other:
-            name = session.call(register_model=bpb.RegisterModelRequest(model_id="m")).name
-            violate(session, name)
+            violate(session, session.register("m"))
             last = session.last_words()
             assert last is not None
             assert reason(last) == "PROTOCOL_VIOLATION"
             assert "acknowledged" in last.message
-            assert not isinstance(other.call(register_model=bpb.RegisterModelRequest(model_id="m")), Status)
+            other.register("m")
 
 
-def test_a_count_before_the_session(daemon: Daemon) -> None:
-    """In a Hello it says nothing, and neither does one that goes back."""
-    with raw.Connection(daemon.endpoint()) as stranger:
-        stranger.send(pb.Frame(request_id=1, acknowledged=5, hello=pb.Hello(protocol_version=1)))
-        packet = handoff.receive(stranger.sock)
-        handoff.close_all(packet.descriptors)
-        assert packet.frame.HasField("welcome")
-        stranger.send(pb.Frame(request_id=2, goodbye=pb.Goodbye()))
-        assert stranger.receive().frame.reply.HasField("goodbye")
-    until(lambda: not daemon.sessions())
+def test_a_cancel_ends_a_wait(daemon: Daemon) -> None:
+    """Only that of the request; a Cancel that comes again, or of no request, changes nothing.
 
-
-def test_the_welcome_has_the_daemons_version(daemon: Daemon) -> None:
-    """A person sees in a worker which daemon it began with, as `membrokerd --version` and /metrics tell it."""
-    with membroker.connect(daemon.endpoint()) as client:
-        assert client.broker_version == client.device().version == __version__
-    assert f'version="{__version__}"' in daemon.metrics()
-
-
-class TestCancel:
-    def test_a_wait_ends(self, daemon: Daemon) -> None:
-        """Only that of the request; a Cancel that comes again, or of no request, changes nothing.
-
-        Ids are a session's own: nobody ends another one's wait, nor on another connection of the same tenant.
-        """
-        with Session(daemon.endpoint()) as one, Session(daemon.endpoint()) as other:
-            model = one.register("m")
-            one.borrow(model, PAGE)
-            first, second = waits(one, model), waits(one, model)
-            until(lambda: waiting(daemon) == 2)
-            other.send(pb.Frame(request_id=first, cancel=pb.Cancel()))
-            other.register("other")  # it has been read
-            assert waiting(daemon) == 2
-            for request_id in (first, first, 0, 1 << 60):
-                one.send(pb.Frame(request_id=request_id, cancel=pb.Cancel()))
-            assert reason(one.answer(first)[0]) == "DELIVERY_FAILED"
-            assert waiting(daemon) == 1
-            one.send(pb.Frame(request_id=second, cancel=pb.Cancel()))
-            assert reason(one.answer(second)[0]) == "DELIVERY_FAILED"
-            assert waiting(daemon) == 0
-            assert len(one.borrow(model, PAGE)) == 1
+    Ids are a session's own: nobody ends another one's wait, nor on another connection of the same tenant.
+    """
+    with Session(daemon.endpoint()) as one, Session(daemon.endpoint()) as other:
+        model = one.register("m")
+        one.borrow(model, PAGE)
+        first, second = waits(one, model), waits(one, model)
+        until(lambda: waiting(daemon) == 2)
+        other.send(pb.Frame(request_id=first, cancel=pb.Cancel()))
+        other.register("other")  # it has been read
+        assert waiting(daemon) == 2
+        for request_id in (first, first, 0, 1 << 60):
+            one.send(pb.Frame(request_id=request_id, cancel=pb.Cancel()))
+        assert reason(one.answer(first)[0]) == "DELIVERY_FAILED"
+        assert waiting(daemon) == 1
+        one.send(pb.Frame(request_id=second, cancel=pb.Cancel()))
+        assert reason(one.answer(second)[0]) == "DELIVERY_FAILED"
+        assert waiting(daemon) == 0
+        assert len(one.borrow(model, PAGE)) == 1
 
 
 def waits(session: Session, model: str) -> int:

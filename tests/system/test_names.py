@@ -31,14 +31,11 @@ def test_the_name_is_the_users_in_the_books_the_metrics_and_the_log() -> None:
         one.do(f"model = client.model('{NAME}'); pool = model.pool(page_size='2MiB')")
         one.do("pool.allocate(0, 8 * MIB)")
         assert one.ask("[model.name, model.resource_name]") == [NAME, FULL]
-        assert one.ask("[m.name for m in client.models()]") == [FULL]
         assert one.ask("client.sessions()[0].models") == [FULL]
         refused = one.refused("pool.grow(PAGE)")
         assert refused.reason == "MODEL_LIMIT"
         assert NAME in refused.message
-        assert f'membroker_model_used_bytes{{gpu_uuid="host",location="device",model="{NAME}",tenant="red"}}' in (
-            daemon.metrics()
-        )
+        assert f'model="{NAME}",tenant="red"' in daemon.metrics()
         until(lambda: FULL in daemon.log())
         with daemon.admin_stub() as admin:
             admin.SetQuota(apb.SetQuotaRequest(name=FULL, limit_bytes=6 * MIB))
@@ -47,8 +44,6 @@ def test_the_name_is_the_users_in_the_books_the_metrics_and_the_log() -> None:
         assert one.refused("pool.grow(PAGE)").reason == "MODEL_LIMIT"
         (model,) = daemon.models()
         assert (model.name, model.books[0].used_bytes, model.books[0].limit_bytes) == (FULL, 8 * MIB, 6 * MIB)
-        one.do("upper, lower = client.model('Llama'), client.model('llama')")
-        assert one.ask("upper.resource_name != lower.resource_name")
 
 
 def test_the_command_takes_and_shows_the_name(daemon: Daemon, tmp_path: Path) -> None:
@@ -59,16 +54,8 @@ def test_the_command_takes_and_shows_the_name(daemon: Daemon, tmp_path: Path) ->
     assert run("segments", "load", file, f"{NAME}/weights", at=red)[0] == 0
     assert f"\nred/{NAME} " in good("models", at=red)
     assert f"\nred/{NAME}/weights " in good("segments", at=red)
-    assert good("segments", "show", f"{NAME}/weights", at=red).startswith(f"red/{NAME}/weights: ")
-    shown = json.loads(good("segments", "show", f"red/{NAME}/weights", "--json", at=red))
-    assert shown["name"] == f"{FULL}/segments/weights"
-    with worker() as one:
-        one.connect(daemon)
-        one.do(f"weights = client.attach('{NAME}/weights')")
-        assert one.ask("weights.resource_name") == f"{FULL}/segments/weights"
-        assert f'"{FULL}/segments/weights"' in good("sessions", "--json", at=red)
-    told = good("quota", "set", f"red/{NAME}", "--limit", "64MiB", at=daemon.admin)
-    assert told.startswith(f"red/{NAME}, device memory: limit 64.0 MiB")
-    told = good("segments", "delete", f"red/{NAME}/weights", "--admin", at=daemon.admin)
-    assert f"red/{NAME}/weights is deleted" in told
+    for name in (f"{NAME}/weights", f"red/{NAME}/weights"):
+        assert json.loads(good("segments", "show", name, "--json", at=red))["name"] == f"{FULL}/segments/weights"
+    good("quota", "set", f"red/{NAME}", "--limit", "64MiB", at=daemon.admin)
+    good("segments", "delete", f"red/{NAME}/weights", "--admin", at=daemon.admin)
     until(lambda: not daemon.books().lent_bytes)

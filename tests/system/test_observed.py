@@ -6,7 +6,6 @@ import fcntl
 import os
 import re
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -162,12 +161,9 @@ def test_a_stderr_that_nobody_reads_stops_nobody(state: State) -> None:
         assert int(told.rpartition("lines=")[2]) > 0
 
 
-def test_sigterm_ends_a_daemon_whose_stderr_nobody_reads(state: State) -> None:
-    """It says its last words to nobody, for a second, and is gone."""
+def test_sigterm_ends_a_daemon_whose_stderr_nobody_reads() -> None:
     with unread(), running() as daemon:
-        began = time.monotonic()
         assert daemon.stop() == 0
-        state("from SIGTERM to the end beside a full stderr", f"{time.monotonic() - began:.1f} s")
 
 
 # --- Hanging ---
@@ -200,21 +196,10 @@ def test_probes_and_scrapes_fail_while_the_loop_hangs(tmp_path: Path, monkeypatc
         until(lambda: is_alive(daemon))
 
 
-def test_the_start_is_no_turn_that_a_peer_has_waited_for() -> None:
-    """An hour at the start, in which nobody could connect: the longest turn is one of the later turns."""
-    with running(module="tests.support.faulty_daemon start_slowly") as daemon:
-        text = daemon.metrics()
-        for name in ("seconds", "cpu_seconds"):
-            assert value(text, f'membroker_loop_longest_turn_{name}{{gpu_uuid="host"}}') < faulty_daemon.HOUR
-
-
-# --- On the host driver, for want of a GPU ---
-
-
 def test_a_daemon_shows_every_figure_of_its_own(daemon: Daemon) -> None:
     """A figure of the daemon as a whole has one series from the start, whatever it is."""
     own = [spec for spec in catalog.ALL.values() if not spec.labels and spec not in catalog.PARENT]
     text = daemon.metrics()
     for spec in own:
         value(text, f'{spec.name}{"_count" * (spec.kind == "histogram")}{{gpu_uuid="host"}}')
-    assert {catalog.DRAINING, catalog.EVICTIONS, catalog.SLOW_TURNS} <= set(own)
+    assert catalog.SLOW_TURNS in own

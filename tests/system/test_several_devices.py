@@ -140,23 +140,19 @@ def test_one_command_for_all_devices_and_one_for_each(place: Path) -> None:
     with daemon_of(place, 0) as first, daemon_of(place, 1) as second:
         with membroker.connect(second.endpoint()) as client:
             kept = client.model("llama").allocate("2MiB")
-            status, out, err = command(place, "status")
-            assert (status, err) == (0, "")
-            assert re.findall(r"^device +(\S+)$", out, re.MULTILINE) == ["host", "host-1"]
-            assert states(out) == {"host": "lends", "host-1": "lends"}, "they come first"
+            assert states(command(place, "status")[1]) == {"host": "lends", "host-1": "lends"}
             status, out, _ = command(place, "status", "--json")
             assert [json.loads(line)["pid"] for line in out.splitlines()] == [first.process.pid, second.process.pid]
             for device, there in (("0", False), ("host", False), ("1", True), ("host-1", True)):
                 status, out, err = command(place, "models", "--device", device)
                 assert (status, "llama" in out, err) == (0, there, "")
-            status, out, err = command(place, "models")
-            assert status == 1
-            assert "has 2 devices: name one with" in err
-            assert "or a command's --device N" in err
-            status, _, err = command(place, "status", "--device", "2")
-            assert status == 1
-            assert "no broker of device 2 was found" in err
-            assert "only of host (0), host-1 (1)" in err
+            for words, why in (
+                (["models"], "has 2 devices: name one with"),
+                (["status", "--device", "2"], "no broker of device 2 was found"),
+            ):
+                status, out, err = command(place, *words)
+                assert status == 1
+                assert why in err
             assert command(place, "drain", "--device", "1", "--timeout", "0")[0] == 0
             assert (first.device().draining, second.device().draining) == (False, True)
             assert states(command(place, "status")[1]) == {"host": "lends", "host-1": "drained"}
@@ -167,13 +163,6 @@ def test_one_command_for_all_devices_and_one_for_each(place: Path) -> None:
             assert status == 1
             assert [json.loads(line)["uuid"] for line in out.splitlines()] == ["host-1"], "the other is shown"
             assert "does not answer" in err
-        first.kill()
-        status, out, err = command(place, "status")
-        assert (status, re.findall(r"^device +(\S+)$", out, re.MULTILINE), err) == (0, ["host-1"], "")
-        status, _, err = command(place, "status", "--device", "0")
-        assert status == 1
-        assert "the broker is dead and left its socket behind" in err
-        first.start_again()
 
 
 def test_two_daemons_with_one_state_directory(place: Path) -> None:
@@ -192,7 +181,6 @@ def test_two_daemons_with_one_state_directory(place: Path) -> None:
         (kept,) = raw.admin_call(first.admin, "ListQuotas", admin_pb2.ListQuotasRequest()).quotas
         assert kept.name == "tenants/red"
         until(lambda: "set another state_directory" in second.log())
-        assert "requests and decisions are recorded" not in second.log()
 
 
 def test_two_daemons_with_runtime_directories_of_their_own(place: Path) -> None:
