@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from tests.support import raw
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.raw import reason
 from tests.system import who_may
-from tests.system.who_may import BOTH, GROUPS, KINDS, MARK, PAGE, ROWS, WHO, Party, needs_root
+from tests.system.who_may import BOTH, GROUPS, KINDS, MARK, PAGE, ROWS, WHO, Party, needs_root, obey
 
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
@@ -66,7 +67,6 @@ class Actor:
         stack.callback(self._end)
 
     def tell(self, order: dict[str, Any], descriptors: tuple[int, ...] = ()) -> Any:
-        """Have it done, and return what came of it."""
         socket.send_fds(self._control, [json.dumps(order).encode()], descriptors)
         answer = json.loads(self._control.recv(1 << 16) or b'{"failed": "it is dead"}')
         assert "answer" in answer, answer["failed"]
@@ -91,7 +91,6 @@ class Scene:
         self._actors: dict[str, Actor] = {}
 
     def actor(self, who: str) -> Actor:
-        """Return the process of this kind."""
         if who not in self._actors:
             self._actors[who] = self._contained(who) if who in ("ro", "rw") else self._free(who)
         return self._actors[who]
@@ -205,7 +204,6 @@ def owned() -> Iterator[Scene]:
 
 @pytest.fixture
 def scene(request: pytest.FixtureRequest) -> Scene:
-    """The daemon that a row needs."""
     scene: Scene = request.getfixturevalue("owned" if request.node.get_closest_marker("root") else "plain")
     return scene
 
@@ -247,14 +245,19 @@ def _outcome(scene: Scene, row: who_may.Row, who: str, transport: str) -> tuple[
     """Have the deed done, and return what came of it; afterwards nothing is left of it."""
     try:
         with scene.s() as (session, target, descriptors):
-            party: Any = Oneself(session, scene.daemon.endpoint("red")) if who == "itself" else scene.actor(who)
+            if who == "itself":
+                oneself = Party(session.endpoint, session.endpoint)
+                oneself.session = session
+                tell = partial(obey, oneself)
+            else:
+                tell = scene.actor(who).tell
+                scene.tokens.add(tell({"do": "begin"}))
             order = {"row": row.number, "transport": transport, "target": vars(target)}
-            scene.tokens.add(party.tell({"do": "begin"}))
             try:
                 if row.before:
-                    party.tell({"do": "before", **order})
+                    tell({"do": "before", **order})
                 before = scene.books()
-                outcome, said = party.tell({"do": "deed", **order}, descriptors)
+                outcome, said = tell({"do": "deed", **order}, descriptors)
                 assert target.token not in said
                 if outcome not in ("yes", "its-own", "S-gets-it"):
                     assert scene.books() == before, f"{who} was refused ({said}), and the books changed"
@@ -263,44 +266,14 @@ def _outcome(scene: Scene, row: who_may.Row, who: str, transport: str) -> tuple[
                     handoff.close_all(delivered.descriptors)
                     assert len(delivered.descriptors) == 1
             finally:
-                party.tell({"do": "end"})
+                if who != "itself":
+                    tell({"do": "end"})
     finally:
         scene.tidy()
     return outcome, said
 
 
-class Oneself:
-    """S, doing the deed with what it has: the same orders as for an Actor, and no process between."""
-
-    def __init__(self, session: raw.Session, endpoint: Path) -> None:
-        self._party = Party(endpoint, endpoint)
-        self._party.session = session
-
-    def tell(self, order: dict[str, Any], descriptors: tuple[int, ...] = ()) -> Any:
-        """Do it, and return what came of it."""
-        if order["do"] in ("begin", "end"):
-            return self._party.session.token if self._party.session else ""
-        target = SimpleNamespace(**order["target"])
-        if descriptors:
-            target.extent_descriptor, target.sealed_descriptor = descriptors
-        self._party.transport = order["transport"]
-        return who_may.perform(self._party, order["do"], order["row"], target)
-
-
 # --- Beside the cells ---
-
-
-def test_each_call_is_made_over_grpc_in_make_test() -> None:
-    """The doubles over gRPC are deep, so this table is where `make test` makes each call by gRPC, and not in vain."""
-    shallow = {
-        row.number
-        for row, cells in (one.values for one in _rows() if not one.marks)
-        for who, transport in cells
-        if transport == "grpc" and row.cells[who] in ("yes", "its-own", "SESSION_NOT_DETACHED", "SESSION_NOT_EVICTABLE")
-    }
-    for service, admin in ((bpb.DESCRIPTOR.services_by_name["BrokerService"], False), (ADMIN_SERVICE, True)):
-        called = {method for number in shallow if number.startswith("A") == admin for method in ROWS[number].calls}
-        assert {method.name for method in service.methods} == called
 
 
 def test_every_call_has_a_row() -> None:

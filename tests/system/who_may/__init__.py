@@ -7,6 +7,6 @@ parties.
 from __future__ import annotations
 
 from . import calls, kernel  # noqa: F401 - they put their rows into the table
-from .table import BOTH, GROUPS, KINDS, MARK, PAGE, ROWS, WHO, Party, Row, needs_root, perform
+from .table import BOTH, GROUPS, KINDS, MARK, PAGE, ROWS, WHO, Party, Row, needs_root, obey
 
-__all__ = ["BOTH", "GROUPS", "KINDS", "MARK", "PAGE", "ROWS", "WHO", "Party", "Row", "needs_root", "perform"]
+__all__ = ["BOTH", "GROUPS", "KINDS", "MARK", "PAGE", "ROWS", "WHO", "Party", "Row", "needs_root", "obey"]

@@ -12,14 +12,12 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import grpc
 
 from membroker.wire import frames as handoff
 
-from . import Party, perform
+from . import Party, obey
 
 LATER = (encodings.ascii, encodings.idna, ctypes, signal)  # what another user may not be able to read any more
 grpc.insecure_channel("unix:/nonexistent").close()  # the same: grpc 1.85 imports parts of itself on the first use
@@ -38,21 +36,11 @@ def play(channel: int, uid: int, door: str, theirs: str) -> None:
             if not data:
                 return
             try:
-                answer = {"answer": _do(party, json.loads(data), descriptors)}
+                answer = {"answer": obey(party, json.loads(data), descriptors)}
             except Exception:  # noqa: BLE001 - the test that asked shall see it
                 answer = {"failed": traceback.format_exc()}
             handoff.close_all(descriptors)
             control.send(json.dumps(answer).encode()[:65_536])
-
-
-def _do(party: Party, order: dict[str, Any], descriptors: list[int]) -> Any:
-    party.transport = order.get("transport", "grpc")
-    if order["do"] in ("begin", "end"):
-        return getattr(party, order["do"])()
-    target = SimpleNamespace(**order["target"])
-    if descriptors:
-        target.extent_descriptor, target.sealed_descriptor = descriptors
-    return perform(party, order["do"], order["row"], target)
 
 
 if __name__ == "__main__":

@@ -48,70 +48,43 @@ def _operators(outcome: str) -> str:
     return f"UNIMPLEMENTED UNIMPLEMENTED UNIMPLEMENTED {outcome} EACCES UNIMPLEMENTED UNIMPLEMENTED"
 
 
+Fields = Callable[[Any], dict[str, Any]]
+"""What a request about S has in its fields."""
+
+
+def _request(method: str, fields: dict[str, Any]) -> Any:
+    name = f"{method}Request"
+    return getattr(bpb if hasattr(bpb, name) else apb, name)(**fields)
+
+
 def call(
-    number: str,
-    what: str,
-    outcomes: str,
-    enforced: str,
-    method: str,
-    request: Callable[[Any], Any],
-    before: Deed | None = None,
+    number: str, what: str, outcomes: str, enforced: str, method: str, fields: Fields, before: Deed | None = None
 ) -> None:
     """Put a row into the table whose deed is one call of BrokerService, by each way that it has."""
     transports = BOTH if method in KINDS else GRPC
     put = row(number, what, outcomes, enforced, calls=(method,), transports=transports, before=before)
-    put(lambda me, target: me.ask(target, method, request(target)))
+    put(lambda me, target: me.ask(target, method, _request(method, fields(target))))
 
 
-def admin_call(number: str, outcome: str, method: str, request: Callable[[Any], Any], more: str = "") -> None:
+def admin_call(number: str, outcome: str, method: str, fields: Fields, more: str = "") -> None:
     """Put a row into the table whose deed is one call of AdminService."""
     put = row(number, f"AdminService, {method}{more}", _operators(outcome), _SERVED, calls=(method,))
-    put(lambda me, target: raw.admin_call(me.door, method, request(target)))
+    put(lambda me, target: raw.admin_call(me.door, method, _request(method, fields(target))))
 
 
-call(
-    "M1",
-    "register a model of its own",
-    "yes yes yes UNIMPLEMENTED EACCES yes yes",
-    _DOOR,
-    "RegisterModel",
-    lambda s: bpb.RegisterModelRequest(model_id=f"{s.model_id}-own"),
-)
+_ALL = "yes yes yes UNIMPLEMENTED EACCES yes yes"
+call("M1", "register a model of its own", _ALL, _DOOR, "RegisterModel", lambda s: {"model_id": f"{s.model_id}-own"})
+call("L1", "see the device and its sums (GetDevice)", _ALL, _DOOR, "GetDevice", lambda s: {})
 
 
-@row(
-    "M2",
-    "join S's model",
-    _tenants("its-own"),
-    _TENANT,
-    calls=("RegisterModel",),
-    transports=BOTH,
-)
+@row("M2", "join S's model", _tenants("its-own"), _TENANT, calls=("RegisterModel",), transports=BOTH)
 def join(me: Party, target: Any) -> Any:
     """Another tenant cannot even say whose model it means: names are its own."""
     answer = me.ask(target, "RegisterModel", bpb.RegisterModelRequest(model_id=target.model_id))
     return answer if isinstance(answer, Status) or answer.name == target.model else "its-own"
 
 
-_UNKNOWN_MODEL, _UNKNOWN_SEGMENT = "MODEL_NOT_FOUND", "SEGMENT_NOT_FOUND"
-call(
-    "M3",
-    "leave S's model without having joined it",
-    _only_s(_UNKNOWN_MODEL),
-    _JOINED,
-    "UnregisterModel",
-    lambda s: bpb.UnregisterModelRequest(name=s.idle),
-)
-
-
-@row(
-    "M4",
-    "change the limit of S's model",
-    _tenants("its-own"),
-    _TENANT,
-    calls=("RegisterModel",),
-    transports=BOTH,
-)
+@row("M4", "change the limit of S's model", _tenants("its-own"), _TENANT, calls=("RegisterModel",), transports=BOTH)
 def change_limit(me: Party, target: Any) -> Any:
     """It is the tenant's, as the model is; the operator's limit stays above it."""
     limit = rpb.Limit(location=rpb.LOCATION_DEVICE, limit_bytes=1 << 40)
@@ -122,71 +95,65 @@ def change_limit(me: Party, target: Any) -> Any:
 
 # --- memory and segments ---
 
-_BY_MODEL: list[tuple[str, str, str, str, Callable[[Any], Any]]] = [
-    ("B1", "B2", "allocate", "AllocateExtents", lambda s: raw.allocation(s.model, PAGE)),
-    ("G1", "G2", "create a segment", "CreateSegment", lambda s: raw.segment_of(s.model, "new", PAGE)),
+_MODEL, _SEGMENT = "MODEL_NOT_FOUND", "SEGMENT_NOT_FOUND"
+_OF_S: list[tuple[str, str, str, str, str, Fields]] = [
+    ("M3", "leave S's model without having joined it", _MODEL, _JOINED, "UnregisterModel", lambda s: {"name": s.idle}),
+    ("B3", "release S's extent", "EXTENT_NOT_FOUND", _OWN, "ReleaseExtents", lambda s: {"extent_ids": [s.extent]}),
+    (
+        "G3",
+        "seal the segment that S writes",
+        _SEGMENT,
+        _OWN,
+        "SealSegment",
+        lambda s: {"generation": s.draft_generation},
+    ),
+    ("G6", "detach S from a segment", _SEGMENT, _OWN, "DetachSegment", lambda s: {"generation": s.sealed_generation}),
 ]
-for _alone, _joined, _what, _method, _request in _BY_MODEL:
+for _number, _what, _refusal, _enforced, _method, _fields in _OF_S:
+    call(_number, _what, _only_s(_refusal), _enforced, _method, _fields)
+
+
+def _under_model(**numbers: Any) -> Fields:
+    return lambda s: {"model": s.model, **numbers}
+
+
+_BY_MODEL: list[tuple[str, str, str, str, Fields]] = [
+    ("B1", "B2", "allocate", "AllocateExtents", _under_model(extent_bytes=PAGE, count=1)),
+    ("B4", "", "declare", "DeclareMemory", _under_model(declared_bytes=PAGE)),
+    ("G1", "G2", "create a segment", "CreateSegment", _under_model(segment_id="new", size_bytes=PAGE)),
+]
+for _number, _joined, _what, _method, _fields in _BY_MODEL:
     _stranger = f"{_what} under S's model without having joined it"
-    call(_alone, _stranger, _only_s(_UNKNOWN_MODEL), _JOINED, _method, _request)
-    _member = f"join S's model, then {_what} under it"
-    call(_joined, _member, _tenants(_UNKNOWN_MODEL), _TENANT, _method, _request, join)
-call(
-    "B3",
-    "release S's extent",
-    _only_s("EXTENT_NOT_FOUND"),
-    _OWN,
-    "ReleaseExtents",
-    lambda s: bpb.ReleaseExtentsRequest(extent_ids=[s.extent]),
-)
-call(
-    "B4",
-    "declare under S's model without having joined it",
-    _only_s(_UNKNOWN_MODEL),
-    _JOINED,
-    "DeclareMemory",
-    lambda s: bpb.DeclareMemoryRequest(model=s.model, declared_bytes=PAGE),
-)
-_BY_SEGMENT: list[tuple[str, str, str, Callable[[Any], Any]]] = [
-    ("G4", "attach S's sealed segment", "AttachSegment", lambda s: bpb.AttachSegmentRequest(name=s.sealed)),
+    call(_number, _stranger, _only_s(_MODEL), _JOINED, _method, _fields)
+    if _joined:
+        _member = f"join S's model, then {_what} under it"
+        call(_joined, _member, _tenants(_MODEL), _TENANT, _method, _fields, join)
+
+_OF_THE_TENANT: list[tuple[str, str, str, str, Fields]] = [
+    ("G4", "attach S's sealed segment", _SEGMENT, "AttachSegment", lambda s: {"name": s.sealed}),
     (
         "G5",
         "attach it by its own name alone (`-` for the model)",
+        _SEGMENT,
         "AttachSegment",
-        lambda s: bpb.AttachSegmentRequest(name=f"{s.tenant}/models/-/segments/{s.label}"),
+        lambda s: {"name": f"{s.tenant}/models/-/segments/{s.label}"},
     ),
-    ("G7", "delete S's sealed segment", "DeleteSegment", lambda s: bpb.DeleteSegmentRequest(name=s.sealed)),
-    ("G8", "delete the segment that S is writing", "DeleteSegment", lambda s: bpb.DeleteSegmentRequest(name=s.draft)),
+    ("G7", "delete S's sealed segment", _SEGMENT, "DeleteSegment", lambda s: {"name": s.sealed}),
+    ("G8", "delete the segment that S is writing", _SEGMENT, "DeleteSegment", lambda s: {"name": s.draft}),
+    ("L7", "see how much could be borrowed for S's model (GetAvailable)", _MODEL, "GetAvailable", _under_model()),
+    ("L8", "see S's model by its name (GetModel)", _MODEL, "GetModel", lambda s: {"name": s.model}),
+    (
+        "L9",
+        "see why requests for S's model were refused (ListDecisions)",
+        _MODEL,
+        "ListDecisions",
+        lambda s: {"name": s.model},
+    ),
 ]
-for _number, _what, _method, _request in _BY_SEGMENT:
-    call(_number, _what, _tenants(_UNKNOWN_SEGMENT), _TENANT, _method, _request)
-call(
-    "G3",
-    "seal the segment that S writes",
-    _only_s(_UNKNOWN_SEGMENT),
-    _OWN,
-    "SealSegment",
-    lambda s: bpb.SealSegmentRequest(generation=s.draft_generation),
-)
-call(
-    "G6",
-    "detach S from a segment",
-    _only_s(_UNKNOWN_SEGMENT),
-    _OWN,
-    "DetachSegment",
-    lambda s: bpb.DetachSegmentRequest(generation=s.sealed_generation),
-)
+for _number, _what, _refusal, _method, _fields in _OF_THE_TENANT:
+    call(_number, _what, _tenants(_refusal), _TENANT, _method, _fields)
 
 # --- looking ---
-
-call(
-    "L1",
-    "see the device and its sums (GetDevice)",
-    "yes yes yes UNIMPLEMENTED EACCES yes yes",
-    _DOOR,
-    "GetDevice",
-    lambda s: bpb.GetDeviceRequest(),
-)
 
 
 def _list(number: str, what: str, method: str, name: Callable[[Any], str]) -> None:
@@ -232,56 +199,30 @@ def health(me: Party, target: Any) -> Any:
         return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_SECONDS)
 
 
-_OF_MODEL: list[tuple[str, str, str, Callable[[Any], Any]]] = [
-    (
-        "L7",
-        "see how much could be borrowed for S's model (GetAvailable)",
-        "GetAvailable",
-        lambda s: bpb.GetAvailableRequest(model=s.model),
-    ),
-    ("L8", "see S's model by its name (GetModel)", "GetModel", lambda s: bpb.GetModelRequest(name=s.model)),
-    (
-        "L9",
-        "see why requests for S's model were refused (ListDecisions)",
-        "ListDecisions",
-        lambda s: bpb.ListDecisionsRequest(name=s.model),
-    ),
-]
-for _number, _what, _method, _request in _OF_MODEL:
-    call(_number, _what, _tenants(_UNKNOWN_MODEL), _TENANT, _method, _request)
-
 # --- the operator's ---
 
-_READS: Mapping[str, Callable[[Any], Any]] = {
-    "GetDevice": lambda s: bpb.GetDeviceRequest(),
-    "ListModels": lambda s: bpb.ListModelsRequest(page_size=1000),
-    "ListSessions": lambda s: bpb.ListSessionsRequest(page_size=1000),
-    "ListSegments": lambda s: bpb.ListSegmentsRequest(page_size=1000),
-    "ListDecisions": lambda s: bpb.ListDecisionsRequest(name=s.model),
-    "ListTenants": lambda s: apb.ListTenantsRequest(),
-    "ListQuotas": lambda s: apb.ListQuotasRequest(),
-    "ListProcesses": lambda s: apb.ListProcessesRequest(),
-    "Reload": lambda s: apb.ReloadRequest(),
+_READS: Mapping[str, Fields] = {
+    **dict.fromkeys(("GetDevice", "ListTenants", "ListQuotas", "ListProcesses", "Reload"), lambda s: {}),
+    **dict.fromkeys(("ListModels", "ListSessions", "ListSegments"), lambda s: {"page_size": 1000}),
+    "ListDecisions": lambda s: {"name": s.model},
 }
 
 
 @row("A1", "AdminService, each call that reads", _operators("yes"), _SERVED, calls=tuple(_READS))
 def read_all(me: Party, target: Any) -> Any:
     """Each call of AdminService that reads: all are answered alike."""
-    calls = {method: request(target) for method, request in _READS.items()}
-    (one,) = {outcome(functools.partial(raw.admin_call, me.door, *each))[0] for each in calls.items()}
+    calls = [(method, _request(method, fields(target))) for method, fields in _READS.items()]
+    (one,) = {outcome(functools.partial(raw.admin_call, me.door, *each))[0] for each in calls}
     return one
 
 
-admin_call("A2", "yes", "SetQuota", lambda s: apb.SetQuotaRequest(name=s.model, limit_bytes=64 * PAGE))
-admin_call("A3", "yes", "DeleteSegment", lambda s: bpb.DeleteSegmentRequest(name=s.sealed))
-admin_call(
-    "A5",
-    "SESSION_NOT_DETACHED",
-    "ForgetSession",
-    lambda s: apb.ForgetSessionRequest(name=s.session),
-    " of an open session",
-)
+admin_call("A2", "yes", "SetQuota", lambda s: {"name": s.model, "limit_bytes": 64 * PAGE})
+admin_call("A3", "yes", "DeleteSegment", lambda s: {"name": s.sealed})
+admin_call("A5", "SESSION_NOT_DETACHED", "ForgetSession", lambda s: {"name": s.session}, " of an open session")
+# S itself is a session of the process that runs the tests.
+_ENDED = " of a session that has ended"
+admin_call("A7", "SESSION_NOT_EVICTABLE", "EvictSession", lambda s: {"name": "sessions/1"}, _ENDED)
+admin_call("A8", "yes", "SleepModel", lambda s: {"name": s.model})
 
 
 @row("A6", "AdminService, Drain and Undrain", _operators("yes"), _SERVED, calls=("Drain", "Undrain"))
@@ -290,17 +231,6 @@ def drain_and_undrain(me: Party, target: Any) -> Any:
     undrained = raw.admin_call(me.door, "Undrain", apb.UndrainRequest())
     assert type(drained) is type(undrained)
     return undrained
-
-
-# S itself is a session of the process that runs the tests.
-admin_call(
-    "A7",
-    "SESSION_NOT_EVICTABLE",
-    "EvictSession",
-    lambda s: apb.EvictSessionRequest(name="sessions/1"),
-    " of a session that has ended",
-)
-admin_call("A8", "yes", "SleepModel", lambda s: apb.SleepModelRequest(name=s.model))
 
 
 @row(

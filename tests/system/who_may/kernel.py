@@ -17,14 +17,7 @@ _DOOR = "kernel: the sockets' owner and mode"
 _DIRECTORY = "kernel: the directories are the daemon's user's, 0755; a read-only mount"
 
 
-@row(
-    "S1",
-    "open a session at S's endpoint",
-    "- yes EACCES yes EACCES yes yes",
-    _DOOR,
-    transports=HANDOFF,
-    kernel=True,
-)
+@row("S1", "open a session at S's endpoint", "- yes EACCES yes EACCES yes yes", _DOOR, transports=HANDOFF, kernel=True)
 def enter(me: Party, target: Any) -> Any:
     return greet(me.theirs)
 
@@ -41,13 +34,7 @@ def enter_listed(me: Party, target: Any) -> Any:
     return greet(Path(target.listed))
 
 
-@row(
-    "F1",
-    "replace the endpoint's sockets",
-    "- EACCES EACCES yes EACCES EROFS yes",
-    _DIRECTORY,
-    kernel=True,
-)
+@row("F1", "replace the endpoint's sockets", "- EACCES EACCES yes EACCES EROFS yes", _DIRECTORY, kernel=True)
 def replace_sockets(me: Party, target: Any) -> Any:
     """Put something else where the broker's sockets are: who can could pose as the broker. Then put them back."""
     tries = [functools.partial(_move_away, me.theirs / name) for name in ("handoff.sock", "grpc.sock")]
@@ -129,11 +116,7 @@ def _lock(path: Path) -> None:
 
 
 @row(
-    "F6",
-    "signal the daemon",
-    "- EPERM EPERM yes EPERM ESRCH ESRCH",
-    "kernel: the user; the PID namespace",
-    kernel=True,
+    "F6", "signal the daemon", "- EPERM EPERM yes EPERM ESRCH ESRCH", "kernel: the user; the PID namespace", kernel=True
 )
 def signal_daemon(me: Party, target: Any) -> Any:
     os.kill(target.pid, 0)

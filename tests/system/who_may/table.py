@@ -10,10 +10,11 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -35,23 +36,9 @@ WHO: Mapping[str, str] = {
     "rw": "container, rw",
 }
 KINDS: Mapping[str, str] = {
-    "RegisterModel": "register_model",
-    "UnregisterModel": "unregister_model",
-    "AllocateExtents": "allocate",
-    "ReleaseExtents": "release",
-    "DeclareMemory": "declare",
-    "CreateSegment": "create_segment",
-    "SealSegment": "seal_segment",
-    "AttachSegment": "attach_segment",
-    "DetachSegment": "detach_segment",
-    "DeleteSegment": "delete_segment",
-    "GetDevice": "get_device",
-    "GetAvailable": "get_available",
-    "GetModel": "get_model",
-    "ListModels": "list_models",
-    "ListSessions": "list_sessions",
-    "ListSegments": "list_segments",
-    "ListDecisions": "list_decisions",
+    kind.message_type.name.removesuffix("Request"): kind.name
+    for kind in pb.Frame.DESCRIPTOR.oneofs_by_name["kind"].fields
+    if kind.message_type.name.endswith("Request")
 }
 """The frame of each call that both transports have."""
 BOTH, GRPC, HANDOFF = ("grpc", "handoff"), ("grpc",), ("handoff",)
@@ -74,7 +61,6 @@ class Party:
         return self.session.token if self.session else ""
 
     def end(self) -> str:
-        """Say Goodbye."""
         if self.session:
             self.session.close()
             self.session = None
@@ -192,9 +178,13 @@ def _of_transport(error: Any) -> str:
     return errno.errorcode[numbers[0]] if numbers else str(error.code().name)
 
 
-def perform(party: Party, which: str, number: str, target: Any) -> tuple[str, str]:
-    """Do a row's deed, or what comes before it (by gRPC: registering has no frame)."""
-    deed = getattr(ROWS[number], which)
-    if which == "before":
-        party.transport = "grpc"
+def obey(party: Party, order: Mapping[str, Any], descriptors: Sequence[int] = ()) -> Any:
+    """Do a row's deed, or what comes before it (by gRPC), or begin or end; return what came of it."""
+    if order["do"] in ("begin", "end"):
+        return getattr(party, order["do"])()
+    target = SimpleNamespace(**order["target"])
+    if descriptors:
+        target.extent_descriptor, target.sealed_descriptor = descriptors
+    party.transport = "grpc" if order["do"] == "before" else order["transport"]
+    deed = getattr(ROWS[order["row"]], order["do"])
     return outcome(lambda: deed(party, target))
