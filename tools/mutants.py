@@ -71,7 +71,6 @@ PARTS = (
             "tests/system/test_handoff_calls.py",
             "tests/system/test_holds.py",
             "tests/system/test_bad_frames.py",
-            "tests/system/test_frame_lengths.py",
         ),
     ),
     Part("session", ("client/membroker/session/*.py",), ("tests/client/session",)),

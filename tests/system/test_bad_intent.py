@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.support import raw
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
-from tests.support.raw import Asker, Connection, Session, reason
+from tests.support.raw import Connection, Session, reason
 from tests.support.scene import PAGE, Scene
 
 from membrokerd.edge.rpc.proxy import CONNECTIONS_BESIDE
@@ -30,9 +30,6 @@ def test_a_client_name_forges_no_line(scene: Scene) -> None:
     lines = scene.daemon.log().splitlines()
     assert not [line for line in lines if line.startswith("2026-01-01T00:00:00Z")]
     assert "\x1b" not in scene.daemon.log()
-    cut = "\x01" * 127 + "a" + "b" * 60_000  # behind the first 128 characters nothing is looked at
-    with Session(scene.daemon.endpoint(), client=cut) as session:
-        assert [one.client for one in scene.daemon.sessions() if one.name == session.welcome.session] == ["a"]
 
 
 def test_a_dead_process_takes_no_others_watch_with_it() -> None:
@@ -104,15 +101,6 @@ def test_idle_grpc_connections_of_one_tenant_leave_the_others_room() -> None:
         until(lambda: daemon.descriptors() <= before + 3 * (8 + CONNECTIONS_BESIDE) + 8)
         with Session(daemon.endpoint("blue")) as session:
             session.register("m")
-
-
-def test_a_request_is_counted_once(daemon: Daemon) -> None:
-    """By the way that it took."""
-    for transport in ("handoff", "grpc"):
-        with Session(daemon.endpoint()) as session:
-            session.register("mine")
-            Asker(session, transport).release(1)
-        assert daemon.figure("membroker_request_seconds_count", method="ReleaseExtents", transport=transport) == 1
 
 
 def test_nobody_fills_the_log_by_being_refused() -> None:
