@@ -309,42 +309,6 @@ def tried(borrow):
 """
 
 
-def test_a_packet_cut_short_by_the_kernel(daemon: Daemon) -> None:
-    """What a client without the library sees: the ids are all there, the first descriptors, and MSG_CTRUNC.
-
-    All of it is charged. It closes, acknowledges and releases every id, as the protocol's page says.
-    """
-    at_start = descriptors_at_start(daemon)
-    with worker() as one:
-        one.do(f"raw = Raw({str(daemon.endpoint())!r}, 'handoff')")
-        one.do("raw.hello()")
-        one.do("from membroker.wire import frames as handoff")
-        one.do(f"raw.send_allocate({PAGES})")
-        until(lambda: daemon.books().lent_bytes == PAGES * PAGE)
-        opened = one.ask("len(os.listdir('/proc/self/fd'))")
-        spare_descriptors(one.pid, 10)
-        one.do("packets = [handoff.receive(raw.socket) for _ in range(2)]")
-        spare_descriptors(one.pid, None)
-        assert one.ask("[[len(p.frame.delivery.extent_ids), len(p.descriptors), p.truncated] for p in packets]") == [
-            [64, 10, True],
-            [36, 0, True],
-        ]
-        assert daemon.books().lent_bytes == PAGES * PAGE
-        one.do("""
-for packet in packets:
-    raw.parts.append(packet.frame.delivery.part)
-    raw.extent_ids += packet.frame.delivery.extent_ids
-    raw.answered = packet.frame.delivery.HasField("reply")
-    handoff.close_all(packet.descriptors)
-raw.acknowledge(); raw.read_reply(); raw.send_release(); raw.read_release()
-""")
-        assert daemon.books().lent_bytes == 0
-        assert one.ask("len(os.listdir('/proc/self/fd'))") == opened
-        one.do("raw.say_goodbye()")
-        until(lambda: not daemon.sessions())
-    until_clean(daemon, at_start)
-
-
 def test_connecting_with_few_descriptors(daemon: Daemon, transport: str) -> None:
     """A worker that is near its limit from the first: it is told so at whichever step, and it lives."""
     at_start = descriptors_at_start(daemon)

@@ -28,23 +28,19 @@ from tests.support.workers import (
     worker,
     workers,
 )
+from tests.system.test_turns import BEGIN, SESSIONS
 
 from membroker.wire.sessions import descriptors_for
 
 pytestmark = pytest.mark.deep
 
-SESSIONS = 16
-"""Of one process, and no more."""
 CONNECTIONS = 10_000
 ROUNDS = 3
 RSS_GROWTH_BYTES = 4 * MIB
 """What the daemon may grow by. Half a kilobyte kept of each of 10,000 connections would be 4.8 MiB."""
 
-BEGIN = """
-import select, socket, time
-from pathlib import Path
-from tests.support.raw import *
-endpoint = Path({endpoint!r})
+CONNECTED = """
+import socket
 def connected(path):
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET if path == 'handoff.sock' else socket.SOCK_STREAM)
     sock.connect(str(endpoint / path))  # before the timeout, which would make a full backlog an error
@@ -91,6 +87,7 @@ def flood(scene: Scene) -> Iterator[Worker]:
     """A process of the tenant red that knows the wire and how to misuse it; it is killed in the end."""
     with worker() as process:
         process.do(BEGIN.format(endpoint=str(scene.daemon.endpoint("red"))))
+        process.do(CONNECTED)
         yield process
 
 
@@ -98,14 +95,7 @@ def flood(scene: Scene) -> Iterator[Worker]:
 
 LOOPS = {
     "connect, and hang up": ("handoff", "connected('handoff.sock').close()"),
-    "connect, say Hello, and hang up": (
-        "handoff",
-        """
-sock = connected('handoff.sock')
-sock.send(greeting)
-sock.close()
-""",
-    ),
+    "connect, say Hello, and hang up": ("handoff", "s = connected('handoff.sock'); s.send(greeting); s.close()"),
     "connect to the gRPC socket, and hang up": ("grpc", "connected('grpc.sock').close()"),
 }
 
@@ -119,7 +109,7 @@ def test_10000_connections_in_a_loop(scene: Scene, flood: Worker, what: str, sta
     """
     transport, code = LOOPS[what]
     flood.do("greeting = hello().SerializeToString()")
-    loop = f"for _ in range(COUNT):\n{_indented(code)}"
+    loop = f"for _ in range(COUNT): {code}"
     flood.do(loop.replace("COUNT", str(CONNECTIONS // 10)))
     grown: list[int] = []
     while len(grown) < ROUNDS and (not grown or grown[-1] >= RSS_GROWTH_BYTES):
@@ -133,10 +123,6 @@ def test_10000_connections_in_a_loop(scene: Scene, flood: Worker, what: str, sta
         grown.append(scene.daemon.resident_bytes() - warm)
     state(f"RssAnon after 10,000 times: {what}", ", ".join(f"{size // 1024:+} KiB" for size in grown))
     assert grown[-1] < RSS_GROWTH_BYTES, grown
-
-
-def _indented(code: str) -> str:
-    return "\n".join(f"    {line}" for line in code.strip().splitlines())
 
 
 # --- Stopped ---
@@ -225,34 +211,36 @@ while answer < 100_000:
     assert scene.daemon.resident_bytes() - before < RSS_GROWTH_BYTES
 
 
-def test_clients_that_never_acknowledge(scene: Scene, flood: Worker, transport: str, state: State) -> None:
+def test_clients_that_never_acknowledge(scene: Scene, flood: Worker, state: State) -> None:
     """Each reads all that comes, and acknowledges none of it: two packets fill its window, and no third comes.
 
     Its calls that wait are bounded too: the rest is refused, one by one.
     """
     flood.do(f"sessions = [Session(endpoint) for _ in range({SESSIONS})]")
     flood.do("models = [session.register('m') for session in sessions]")
-    flood.do(_NEVER_ACKNOWLEDGES[transport])
-    refused = scene.honest[transport].beside_flood(state, "16 clients that never acknowledge", flood, "answer = ask()")
+    flood.do(_NEVER_ACKNOWLEDGES)
+    refused = scene.honest["handoff"].beside_flood(state, "16 clients that never acknowledge", flood, "answer = ask()")
     assert refused == {"TOO_MANY_REQUESTS": SESSIONS * 100}
     # Two went out, sixteen wait for the window.
     assert scene.daemon.books().lent_bytes == SESSIONS * 18 * 64 * PAGE
     until(lambda: device_used(scene.daemon) == SESSIONS * 2 * 64 * PAGE)
 
 
-_COUNT_REFUSALS = """
+_NEVER_ACKNOWLEDGES = """
 from collections import Counter
 kept = []
+Session.fileno = lambda self: self.sock.fileno()
+def send(request_id):
+    for session, model in zip(sessions, models, strict=True):
+        session.send(pb.Frame(request_id=request_id, allocate=allocation(model, PAGE, 64)))
 def ask():
     refused = Counter()
     for request_id in (1, 2):  # they are answered, so sixteen more can wait
-        for session, model in zip(sessions, models, strict=True):
-            send(session, model, request_id)
+        send(request_id)
     for session in sessions:
         kept.extend(handoff.receive(session.sock) for _ in range(2))
     for request_id in range(3, 119):
-        for session, model in zip(sessions, models, strict=True):
-            send(session, model, request_id)
+        send(request_id)
     while refused.total() < 100 * len(sessions):
         ready = select.select(sessions, [], [], DEADLINE_SECONDS)[0]
         assert ready, f'nothing more comes: {refused}'
@@ -263,82 +251,6 @@ def ask():
                 refused[reason(packet.frame.reply.error)] += 1
     return refused
 """
-_NEVER_ACKNOWLEDGES = {
-    "handoff": f"""{_COUNT_REFUSALS}
-Session.fileno = lambda self: self.sock.fileno()
-def send(session, model, request_id):
-    session.send(pb.Frame(request_id=request_id, allocate=allocation(model, PAGE, 64)))
-""",
-    "grpc": """
-import queue
-from collections import Counter
-kept = []
-channels = [grpc.insecure_channel(f'unix:{endpoint}/grpc.sock', (('number', n),)) for n in range(len(sessions))]
-stubs = [broker_pb2_grpc.BrokerServiceStub(channel) for channel in channels]
-ended = queue.SimpleQueue()
-def send(request_id):
-    for session, model, stub in zip(sessions, models, stubs, strict=True):
-        request = allocation(model, PAGE, 64)
-        request.request_id = request_id
-        call = stub.AllocateExtents.future(request, metadata=(('membroker-token', session.token),))
-        call.add_done_callback(ended.put)
-        kept.append(call)
-def next_refusal():
-    while True:
-        call = ended.get(timeout=DEADLINE_SECONDS)
-        if call.code() is not grpc.StatusCode.OK:  # two for each session are answered
-            return reason(status_of(call))
-def ask():
-    refused = Counter()
-    for request_id in range(2):
-        send(request_id)
-    for session in sessions:
-        kept.extend(handoff.receive(session.sock) for _ in range(2))
-    for request_id in range(2, 18):
-        send(request_id)
-    # gRPC keeps no order among calls, so any of them may be those that are refused. Step by step, because gRPC itself
-    # cancels calls of a client that makes a thousand at once.
-    for request_id in range(18, 118):
-        send(request_id)
-        refused.update(next_refusal() for _ in sessions)
-    return refused
-""",
-}
-
-
-# --- Descriptors ---
-
-ROUNDS = 300
-_UNASKED = """
-def closed(reader):
-    # The kernel says so when the last holder of the other end is gone: this process has closed its own.
-    return bool(select.select([reader], [], [], DEADLINE_SECONDS)[0]) and os.read(reader, 1) == b''
-def send_unasked(sock, data):
-    reader, writer = os.pipe()
-    try:
-        handoff.send(sock, data, [writer] * 64)
-        os.close(writer)
-        return closed(reader)
-    finally:
-        os.close(reader)
-"""
-
-
-def test_descriptors_unasked_at_the_grpc_socket(scene: Scene, flood: Worker, state: State) -> None:
-    """gRPC takes none: they are closed, whatever comes of the connection, and whatever it says besides."""
-    flood.do(_UNASKED)
-    outcome = scene.honest["grpc"].beside_flood(
-        state,
-        "descriptors unasked at the gRPC socket",
-        flood,
-        f"""
-answer = []
-for number in range({ROUNDS}):
-    with connected('grpc.sock') as sock:
-        answer.append(send_unasked(sock, b'noise' if number % 2 else b'PRI * HTTP/2.0'))
-""",
-    )
-    assert outcome == [True] * ROUNDS
 
 
 # --- Silence, and slowness ---
@@ -348,18 +260,17 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0
 """What an HTTP/2 client says first: the preface, and an empty SETTINGS."""
 
 
-@pytest.mark.parametrize("endpoint", ["red", "blue"])
-def test_an_http2_preface_in_drips(scene: Scene, flood: Worker, state: State, endpoint: str) -> None:
-    """Fifty connections at the gRPC socket say their preface a byte at a time; at another's endpoint, and at its own.
+def test_an_http2_preface_in_drips(scene: Scene, flood: Worker, state: State) -> None:
+    """Fifty connections at the gRPC socket of the honest worker's endpoint say their preface a byte at a time.
 
     Those that end it are greeted, as any client; those that end in nonsense are cut. All of it costs three descriptors
     each, until they go: the connection, and both ends of the one to the gRPC server.
     """
-    flood.do(BEGIN.format(endpoint=str(scene.daemon.endpoint(endpoint))))
+    flood.do(BEGIN.format(endpoint=str(scene.daemon.endpoint("blue"))))
     flood.do("drips = [connected('grpc.sock') for _ in range(50)]")
     scene.honest["grpc"].beside_flood(
         state,
-        f"50 connections that drip a preface at {'its own' if endpoint == 'blue' else 'another'} endpoint",
+        "50 connections that drip a preface at its own endpoint",
         flood,
         f"""
 for byte in {PREFACE[:-1]!r}:

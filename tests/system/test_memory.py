@@ -18,7 +18,7 @@ from tests.support.honest_worker import COUNTED, Honest, State, check_turns
 from tests.support.http2 import Peer
 from tests.support.raw import Session, grpc_call
 from tests.support.sizes import KIB, MIB
-from tests.support.workers import worker, workers
+from tests.support.workers import Worker, worker, workers
 from tests.system.test_reload import reload
 from tests.system.test_turns import BEGIN
 
@@ -60,6 +60,16 @@ def daemon() -> Iterator[Daemon]:
         yield one
 
 
+@pytest.fixture
+def flood(daemon: Daemon) -> Iterator[Worker]:
+    """A process of red that knows the wire, with sixteen sessions of a model."""
+    with worker() as process:
+        process.do(BEGIN.format(endpoint=str(daemon.endpoint("red"))))
+        process.do("sessions = [Session(endpoint) for _ in range(16)]")
+        process.do("models = [session.register('m') for session in sessions]")
+        yield process
+
+
 def _channel(daemon: Daemon, number: int = 0) -> grpc.Channel:
     """Return a channel of its own: gRPC would share one connection among those of the same options."""
     return grpc.insecure_channel(f"unix:{daemon.endpoint()}/grpc.sock", (("number", number),))
@@ -69,17 +79,6 @@ def _watch(channel: grpc.Channel, name: str) -> object:
     return health_pb2_grpc.HealthStub(channel).Watch(
         health_pb2.HealthCheckRequest(service=name), timeout=DEADLINE_SECONDS
     )
-
-
-def test_health_is_told_of_what_is_served(daemon: Daemon) -> None:
-    """A name that is not served is refused, by Watch as by Check: nobody can make the daemon keep it."""
-    with _channel(daemon) as channel:
-        for name in ("", SERVED):
-            assert next(_watch(channel, name)).status == health_pb2.HealthCheckResponse.SERVING
-        for name in ("membroker.v1.AdminService", "x" * 60_000):
-            with pytest.raises(grpc.RpcError) as refused:
-                next(_watch(channel, name))
-            assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 def test_streams_that_nothing_ends_are_bounded(daemon: Daemon) -> None:
@@ -107,6 +106,9 @@ def test_streams_that_nothing_ends_are_bounded(daemon: Daemon) -> None:
                 return []
 
         assert SERVED in until(served)
+        with pytest.raises(grpc.RpcError) as error:  # nobody can make the daemon keep a name that is not served
+            next(_watch(channels[0], "x" * 60_000))
+        assert error.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 def _reflect(channel: grpc.Channel, requests: Iterator[object]) -> object:
@@ -354,16 +356,12 @@ answer = [answer, cut == len(peers)]
         assert daemon.resident_bytes() < 49 * MIB + CONNECTIONS * 96 * KIB, "more than the bound of what is there"
 
 
-def test_requests_that_wait_keep_nothing_that_nobody_knows(daemon: Daemon, state: State) -> None:
+def test_requests_that_wait_keep_nothing_that_nobody_knows(daemon: Daemon, flood: Worker, state: State) -> None:
     """Each waits for an hour, in a frame with 60,000 bytes of a field that this broker does not know."""
-    with worker() as flood:
-        flood.do(BEGIN.format(endpoint=str(daemon.endpoint("red"))))
-        flood.do("sessions = [Session(endpoint) for _ in range(16)]")
-        flood.do("models = [session.register('m') for session in sessions]")
-        flood.do("sessions[0].send(pb.Frame(request_id=7, allocate=allocation(models[0], 1 << 30, 160)))")
-        until(lambda: daemon.books().free_bytes == 0)
-        before = daemon.resident_bytes()
-        flood.do("""
+    flood.do("sessions[0].send(pb.Frame(request_id=7, allocate=allocation(models[0], 1 << 30, 160)))")
+    until(lambda: daemon.books().free_bytes == 0)
+    before = daemon.resident_bytes()
+    flood.do("""
 request = allocation(models[0], PAGE)
 request.wait.FromSeconds(3_600)
 unknown = b'\\xba\\x3e\\xe0\\xd4\\x03' + bytes(60_000)  # the field 999, with its length
@@ -371,57 +369,48 @@ for session in sessions[1:]:
     for number in range(16):
         session.sock.send(pb.Frame(request_id=1_000 + number, allocate=request).SerializeToString() + unknown)
 """)
-        until(lambda: daemon.books().waiting_requests == 15 * 16)
-        grown = daemon.resident_bytes() - before
-        state("RssAnon for 240 requests that wait, each in a frame of 60 KiB", f"{grown // KIB:+} KiB")
-        assert grown < 16 * 32 * KIB + MIB
+    until(lambda: daemon.books().waiting_requests == 15 * 16)
+    grown = daemon.resident_bytes() - before
+    state("RssAnon for 240 requests that wait, each in a frame of 60 KiB", f"{grown // KIB:+} KiB")
+    assert grown < 16 * 32 * KIB + MIB
 
 
-def test_deliveries_that_nobody_acknowledges_are_bounded(daemon: Daemon, state: State) -> None:
+def test_deliveries_that_nobody_acknowledges_are_bounded(daemon: Daemon, flood: Worker, state: State) -> None:
     """The call that brought an extent is kept until then, of each session for 128 of them."""
-    with worker() as flood:
-        flood.do(BEGIN.format(endpoint=str(daemon.endpoint("red"))))
-        flood.do("sessions = [Session(endpoint) for _ in range(16)]")
-        flood.do("models = [session.register('m') for session in sessions]")
-        before = daemon.resident_bytes()
-        flood.do(
-            """
+    before = daemon.resident_bytes()
+    flood.do(
+        """
 for session, model in zip(sessions, models, strict=True):
     for number in range(WINDOW + 1):
         session.send(pb.Frame(request_id=1_000 + number, allocate=allocation(model, PAGE)))
         if number < WINDOW:
             assert session.receive().frame.delivery.HasField("reply")
 """.replace("WINDOW", str(DESCRIPTORS_IN_FLIGHT))
-        )
-        until(lambda: daemon.books().lent_bytes == 16 * (DESCRIPTORS_IN_FLIGHT + 1) * 2 * MIB)
-        grown = daemon.resident_bytes() - before
-        state("RssAnon for 2,048 deliveries that nobody acknowledges", f"{grown // KIB:+} KiB")
-        assert grown < 16 * DESCRIPTORS_IN_FLIGHT * (KIB + 3 * KIB // 2)
+    )
+    until(lambda: daemon.books().lent_bytes == 16 * (DESCRIPTORS_IN_FLIGHT + 1) * 2 * MIB)
+    grown = daemon.resident_bytes() - before
+    state("RssAnon for 2,048 deliveries that nobody acknowledges", f"{grown // KIB:+} KiB")
+    assert grown < 16 * DESCRIPTORS_IN_FLIGHT * (KIB + 3 * KIB // 2)
 
 
-def test_answers_that_nobody_takes_are_bounded(daemon: Daemon, state: State) -> None:
+def test_answers_that_nobody_takes_are_bounded(daemon: Daemon, flood: Worker, stack: ExitStack, state: State) -> None:
     """Each connection asks for as many long listings as it may, and lets no byte of an answer through."""
     share = MAX_CALLS // ENDPOINTS
-    with worker() as flood, ExitStack() as stack:
-        flood.do(BEGIN.format(endpoint=str(daemon.endpoint("red"))))
-        flood.do("sessions = [Session(endpoint) for _ in range(16)]")
-        flood.do(
-            f"for session in sessions:\n    for n in range({MODELS}):\n        session.register('m' * 92 + str(n))"
-        )
-        token = flood.ask("sessions[0].token")
-        before = daemon.resident_bytes()
-        request = bpb.ListSessionsRequest(page_size=1_000).SerializeToString()
-        peers = [Peer(daemon.endpoint("red")) for _ in range(share // MAX_STREAMS + 2)]
-        for peer in peers:
-            stack.callback(peer.close)
-            peer.close_windows()
-            peer.hear(1)
-            for _ in range(MAX_STREAMS):
-                peer.ask("/membroker.v1.BrokerService/ListSessions", token, request)
-        until(lambda: _running(peers) <= (share + 1) // 2)  # the answer of each is a frame long, and counts as one more
-        grown = daemon.resident_bytes() - before
-        state("RssAnon for as many listings as are kept and nobody takes", f"{grown // MIB:+} MiB")
-        assert grown < share * 128 * KIB
+    flood.do(f"for session in sessions:\n    for n in range({MODELS}): session.register('m' * 92 + str(n))")
+    token = flood.ask("sessions[0].token")
+    before = daemon.resident_bytes()
+    request = bpb.ListSessionsRequest(page_size=1_000).SerializeToString()
+    peers = [Peer(daemon.endpoint("red")) for _ in range(share // MAX_STREAMS + 2)]
+    for peer in peers:
+        stack.callback(peer.close)
+        peer.close_windows()
+        peer.hear(1)
+        for _ in range(MAX_STREAMS):
+            peer.ask("/membroker.v1.BrokerService/ListSessions", token, request)
+    until(lambda: _running(peers) <= (share + 1) // 2)  # the answer of each is a frame long, and counts as one more
+    grown = daemon.resident_bytes() - before
+    state("RssAnon for as many listings as are kept and nobody takes", f"{grown // MIB:+} MiB")
+    assert grown < share * 128 * KIB
 
 
 def test_tenants_that_a_reload_adds_share_one_bound_of_calls(state: State) -> None:

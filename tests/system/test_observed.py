@@ -20,23 +20,13 @@ from tests.support.honest_worker import COUNTED, State, check_turns, honest
 from tests.support.template import PythonProcess
 from tests.support.workers import worker
 
-from membrokerd.observe import catalog
-
 pytestmark = pytest.mark.deep
 
 MODELS = 500
 SCRAPERS = 16
 
 
-def value(text: str, series: str) -> float:
-    """Return the value of a series, named as in the text."""
-    found = re.search(rf"^{re.escape(series)} (\S+)$", text, re.MULTILINE)
-    assert found is not None, f"no {series} in\n{text}"
-    return float(found[1])
-
-
 def probe(url: str) -> tuple[int, str]:
-    """Return the status and the words of an answer."""
     try:
         with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as answer:
             return answer.status, answer.read().decode()
@@ -123,8 +113,8 @@ for thread in threads: thread.start()
 
 
 @contextmanager
-def unread() -> Iterator[int]:
-    """Start daemons with a stderr that is a full pipe, which nobody reads; yield the end to read it from."""
+def unread() -> Iterator[None]:
+    """Start daemons with a stderr that is a full pipe, which nobody reads."""
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     os.set_blocking(writer, False)
@@ -137,7 +127,7 @@ def unread() -> Iterator[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(daemons, "PythonProcess", start)
         try:
-            yield reader
+            yield
         finally:
             os.close(writer)
             os.close(reader)
@@ -146,23 +136,16 @@ def unread() -> Iterator[int]:
 def test_a_stderr_that_nobody_reads_stops_nobody(state: State) -> None:
     """The process that read the log hangs: workers are lent what they ask for, and the daemon counts what it drops.
 
-    When the log is read again, it says how many lines are missing.
+    SIGTERM ends it all the same: it says its last words to nobody, for a second, and is gone.
     """
-    with unread() as reader, running(module=COUNTED) as daemon, honest(daemon) as one:
-        url = daemon.device().metrics_url
+    with unread(), running(module=COUNTED) as daemon, honest(daemon) as one:
 
         def drops() -> bool:
-            return value(probe(url)[1], 'membroker_log_lines_dropped_total{gpu_uuid="host"}') > 0
+            return daemon.figure("membroker_log_lines_dropped_total") > 0
 
         one.beside(state, "a stderr that nobody reads, at DEBUG", drops)
         check_turns(daemon, state, "a stderr that nobody reads")
-        with open(reader, encoding="utf-8", closefd=False) as pipe:
-            told = next(line for line in pipe if "log lines were dropped" in line)
-        assert int(told.rpartition("lines=")[2]) > 0
-
-
-def test_sigterm_ends_a_daemon_whose_stderr_nobody_reads() -> None:
-    with unread(), running() as daemon:
+        one.do("client.close()")
         assert daemon.stop() == 0
 
 
@@ -194,12 +177,3 @@ def test_probes_and_scrapes_fail_while_the_loop_hangs(tmp_path: Path, monkeypatc
         until(lambda: probe(f"{url}/readyz") == (200, "ok\n"))
         until(lambda: probe(f"{url}/metrics")[0] == 200)
         until(lambda: is_alive(daemon))
-
-
-def test_a_daemon_shows_every_figure_of_its_own(daemon: Daemon) -> None:
-    """A figure of the daemon as a whole has one series from the start, whatever it is."""
-    own = [spec for spec in catalog.ALL.values() if not spec.labels and spec not in catalog.PARENT]
-    text = daemon.metrics()
-    for spec in own:
-        value(text, f'{spec.name}{"_count" * (spec.kind == "histogram")}{{gpu_uuid="host"}}')
-    assert catalog.SLOW_TURNS in own
