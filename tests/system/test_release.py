@@ -88,7 +88,6 @@ def repository(tree: Path) -> Path:
 
 
 def make_release(tree: Path, place: Path) -> str:
-    """Run `make release` by this environment, and return what it says."""
     volumes = f"--volume={place}/wheels:/srv/wheels:ro --volume={place}/pip.conf:/etc/pip.conf:ro"
     this = [f"VENV={sys.prefix}", "-o", f"{sys.prefix}/.installed"]
     command = ["make", "--directory", str(tree), *this, "release", f"BASE={BASE}", f"BUILD_OPTIONS={volumes}"]

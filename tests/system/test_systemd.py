@@ -39,7 +39,6 @@ WATCHDOG_SECONDS = 2
 
 @pytest.fixture(scope="session")
 def debian() -> Path:
-    """The file system of a Debian."""
     return machine_or_skip()
 
 
@@ -69,7 +68,6 @@ class Inside(Worker):
         super().__init__(command=machine.command([f"/{PREFIX}/bin/python", "-m", "tests.support.workers"], user))
 
     def borrow(self, tenant: str, transport: str = "handoff") -> Inside:
-        """Open a session, and register the model `m`."""
         self.do("from tests.support.busy_threads import Calling, Computing, pattern")
         self.do(f"client = membroker.connect('/run/membroker/host/tenants/{tenant}', transport={transport!r})")
         self.do("model = client.model('m')")
@@ -92,11 +90,9 @@ class Operator(Inside):
         self.do(_COMMAND)
 
     def tell(self, *command: str) -> Any:
-        """Return what a command of `membroker` says."""
         return self.ask(f"command({command!r})")
 
     def device(self) -> Any:
-        """Return the device's own memory in the books."""
         return self.tell("status")["locations"]["device"]
 
 
@@ -182,8 +178,6 @@ class Scene:
         books = self.operator.device()
         assert (books["lent_bytes"], books["releasing_bytes"]) == (sum(lent.values()) + segments, 0)
         assert tell("status")["detached_sessions"] == 0
-        names = {one.ask("client.session"): name for name, one in self.workers.items()}
-        assert {names[row["name"]]: row["books"]["device"]["used_bytes"] for row in tell("sessions")} == lent
         held = {row["name"].rpartition("/")[2]: (row["state"], row["sessions"]) for row in tell("segments")}
         assert held == {"weights": ("sealed", 2), "shelf": ("sealed", 0)}
         red = sum(size for name, size in lent.items() if name != "stranger") + segments
@@ -205,7 +199,6 @@ class Scene:
 
 
 def kept_by_systemd(machine: Machine) -> int:
-    """Return how many descriptors systemd has of the daemon."""
     return int(machine.show("NFileDescriptorStore")[0])
 
 
@@ -329,22 +322,11 @@ def test_systemctl_reload_changes_limits_of_the_running_daemon(machine: Machine)
         machine.run("systemctl", "reload", UNIT)
         until(lambda: limits() == {"tenants/red": 64 * MIB, "tenants/blue": None, "tenants/new": None})
         machine.configure({**CONFIGURED, "tenants": {**TENANTS, "red": {"limt": "32MiB"}}})
-        refused(machine, "systemctl", "reload", UNIT)
+        machine.run("sh", "-c", f"! systemctl reload {UNIT}")
         until(lambda: "tenants.red.limt: is not a known key; did you mean 'limit'?" in machine.log())
         assert limits()["tenants/red"] == 64 * MIB
         assert machine.daemon() == daemon
         worker.do("model.allocate(PAGE).close(); kept.close()")
-        machine.configure({**CONFIGURED, "tenants": {**TENANTS, "red": {"guarantee": "900GiB"}}})
-        refused(machine, "systemctl", "reload", UNIT)
-        assert "900" in " ".join(operator.tell("status", "--admin")["reload_problems"])
-        machine.configure({**CONFIGURED, "tenants": TENANTS})
-        machine.run("systemctl", "reload", UNIT)
-        assert operator.tell("status", "--admin")["reload_problems"] == []
-
-
-def refused(machine: Machine, *command: str) -> None:
-    """Run a command there that must fail."""
-    machine.run("sh", "-c", f"! {' '.join(command)}")
 
 
 @pytest.mark.parametrize("kind", ["User=alice", "DynamicUser=yes\nRuntimeDirectoryPreserve=no"])
@@ -378,10 +360,7 @@ def test_a_segment_for_which_systemd_has_no_room_is_refused(machine: Machine) ->
         writer.do("kept = model.create_segment('kept', PAGE); kept.write(0, b'kept'); kept.seal(); kept.close()")
         refused = writer.refused("model.create_segment('refused', PAGE)")
         assert refused.error == "DescriptorLimit"
-        assert (
-            f"systemd has {room} descriptors of this service and keeps at most {room}: raise FileDescriptorStoreMax="
-            in refused.message
-        )
+        assert f"keeps at most {room}: raise FileDescriptorStoreMax=" in refused.message
         comer.borrow("blue").do("mine = model.allocate(PAGE); mine.view()[:4] = b'mine'")
         before = machine.daemon()
         kill(machine)
@@ -401,6 +380,4 @@ def test_a_unit_that_keeps_no_descriptors_is_told_of(machine: Machine) -> None:
     configure(machine, 0)
     machine.override("FileDescriptorStoreMax=0")
     restart(machine)
-    until(lambda: warning in machine.log())
-    assert warning in machine.log("--priority=warning")
-    assert " INFO " not in machine.log("--priority=warning")
+    until(lambda: warning in machine.log("--priority=warning"))
