@@ -60,7 +60,6 @@ def go(one: Worker, *steps: str) -> None:
 
 
 def borrow(one: Worker, daemon: Daemon, size: int, tenant: str = "red") -> Worker:
-    """Have a worker borrow `size` bytes through the library."""
     one.connect(daemon, tenant)
     one.do("model = client.model('m', virtual_capacity='1GiB'); pool = model.pool(page_size='2MiB')")
     one.do(f"pool.allocate(0, {size}); pool.view(0, {size})[:4] = b'mine'")
@@ -72,18 +71,6 @@ def states(daemon: Daemon) -> list[str]:
 
 
 # Killed
-
-
-def test_a_worker_whose_name_is_no_utf_8() -> None:
-    """It may call itself anything. It is greeted all the same, and the broker hears of its death."""
-    with running() as daemon:
-        at_start = descriptors_at_start(daemon)
-        with worker() as one:
-            one.do(r"import ctypes; ctypes.CDLL(None).prctl(15, b'\xff\xfe')")
-            borrow(one, daemon, 8 * MIB)
-            assert daemon.books().lent_bytes == 8 * MIB
-            one.kill()
-            until_clean(daemon, at_start)
 
 
 @pytest.mark.deep
@@ -128,28 +115,6 @@ def test_a_worker_killed_with_its_window_full_leaves_nothing() -> None:
             until(lambda: device_used(daemon) == 384 * MIB)
             one.kill()
             until_clean(daemon, at_start)
-
-
-# Stopped
-
-
-def test_a_stopped_worker_keeps_its_charge_and_harms_nobody(daemon: Daemon) -> None:
-    """Somebody debugs an engine. It holds what it holds, half of an answer unread; the others go on beside it."""
-    at_start = descriptors_at_start(daemon)
-    with raw_worker(daemon, "sent its Allocate") as stopped, worker() as other:
-        until(lambda: device_used(daemon) == COUNT * PAGE)
-        stopped.send(signal.SIGSTOP)
-        borrow(other, daemon, 200 * MIB, "blue")
-        for _ in range(20):
-            other.do("pool.free(0, 100 * MIB); pool.allocate(0, 100 * MIB)")
-        assert daemon.books().lent_bytes == 200 * MIB + COUNT * PAGE
-        assert states(daemon) == ["OPEN", "OPEN"]
-        assert other.refused("pool.grow(56 * MIB)").numbers == ("capacity", 56 * MIB, 48 * MIB, 256 * MIB)
-        stopped.kill()
-        until(lambda: daemon.books().lent_bytes == 200 * MIB)
-        other.do("pool.grow(56 * MIB)")
-        other.kill()
-        until_clean(daemon, at_start)
 
 
 # Outlived by its memory

@@ -31,7 +31,6 @@ def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
 
 
 def arm(what: str) -> None:
-    """Let the next handshake fail there."""
     faulty_daemon.armed_path().write_text(what)
 
 

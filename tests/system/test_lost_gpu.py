@@ -32,13 +32,11 @@ def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def daemon(faults: Path) -> Iterator[Daemon]:
-    """Run a daemon on the fake GPU, with a stock."""
     with running({"driver": "cuda", "capacity": GIB, "stock": 64 * MIB, "audit_seconds": 0.1}) as one:
         yield find_root(one)
 
 
 def probe(daemon: Daemon, path: str) -> tuple[int, str]:
-    """Ask one of the daemon's addresses for probes."""
     try:
         with urllib.request.urlopen(daemon.device().metrics_url.replace("/metrics", path)) as answer:
             return answer.status, answer.read().decode()
@@ -60,14 +58,9 @@ def test_a_gpu_that_falls_off_the_bus_and_comes_back(daemon: Daemon, faults: Pat
         say_faults(faults, OFF_THE_BUS)
         until(lambda: daemon.device().device_lost)
         for _ in range(3):  # also of a page that lay in the stock
-            one.do(
-                "try: model.allocate(PAGE)\n"
-                "except membroker.DeviceFailure as error: refused = error\n"
-                "else: refused = None\n"
-            )
-            assert one.ask("refused.reason") == "DRIVER_FAILED"
-            assert "the device does not answer" in one.ask("str(refused)")
-            assert "NVML_ERROR_GPU_IS_LOST" in one.ask("str(refused)")
+            refused = one.refused("model.allocate(PAGE)")
+            assert (refused.error, refused.reason) == ("DeviceFailure", "DRIVER_FAILED")
+            assert "NVML_ERROR_GPU_IS_LOST" in refused.message
         assert one.ask("model.available().now_bytes") == 0
         assert daemon.books().lent_bytes == lent
         assert lost(daemon) == 1
@@ -87,12 +80,3 @@ def test_a_gpu_that_falls_off_the_bus_and_comes_back(daemon: Daemon, faults: Pat
     log = daemon.log()
     assert (log.count(LOST), log.count(BACK)) == (1, 1)
     assert log.count("GPU_IS_LOST") < 10
-
-
-def test_a_start_does_not_need_the_list_of_processes(daemon: Daemon, faults: Path) -> None:
-    """The journal is gone, so the daemon would name who may still hold memory, and NVML does not know."""
-    daemon.kill()
-    (daemon.root / "state" / "journal").unlink()
-    say_faults(faults, "nvmlDeviceGetComputeRunningProcesses_v3 3\n")
-    daemon.start_again()
-    until(lambda: "the driver does not say which processes use the device" in daemon.log())

@@ -18,7 +18,6 @@ EACH_WAY = pytest.mark.parametrize("transport", ["handoff", "grpc"])
 
 
 def used(daemon: Daemon, name: str) -> int:
-    """What a model is charged at the device, by the admin's books."""
     return {model.name: model.books[0].used_bytes for model in daemon.models()}[name]
 
 
