@@ -94,15 +94,3 @@ def test_a_worker_looks_up_a_model_of_its_tenant(daemon: Daemon) -> None:
             assert scaler.ask("found.books['device'].used_bytes") == 4 * MIB
         assert scaler.refused("client.model_status('absent')").error == "ModelNotFound"
         assert scaler.refused("client.model_status('no such name')").error == "InvalidRequest"
-
-
-@pytest.mark.shared_daemon(False)  # it looks at counters
-def test_stats_is_one_call(daemon: Daemon) -> None:
-    """A tenant may have 256 models; a worker that reads its own figures every second asks for its own model alone."""
-    with worker() as one:
-        one.connect(daemon)
-        one.do("model = client.model('m'); held = model.allocate('2MiB')")
-        assert one.ask("model.stats().books['device'].used_bytes") == 2 * MIB
-    requests = daemon.metrics()
-    assert 'method="GetModel"' in requests
-    assert 'method="ListModels"' not in requests

@@ -52,7 +52,7 @@ def test_sessions_have_their_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_tenant_and_a_model_have_the_pod_of_their_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator finds the pod of a tenant that the agent has named after a claim, in the listings and live."""
+    """An operator finds the pod of a tenant that the agent has named after a claim, live."""
     monkeypatch.setenv(faulty_daemon.CGROUPS, str(tmp_path))
     tenant = f"dra-{UID}"
     config = {"tenants": {tenant: {"guarantee": "16MiB"}, "blue": {"guarantee": "16MiB"}}}
@@ -71,15 +71,10 @@ def test_a_tenant_and_a_model_have_the_pod_of_their_session(tmp_path: Path, monk
             until(lambda: names(terminal) == [cut(tenant, 33)])
             terminal.press("t")
             until(lambda: lines(terminal, "web/api-0") == [cut(f"{tenant}/m", 33)])
-        for command in ("tenants", "models"):
-            head, *rows = good(command, at=daemon.admin).splitlines()
-            assert head.split()[-1] == "pod"
-            assert [one.split()[-1] for one in rows if one.startswith(tenant)] == ["web/api-0"]
         one.do("client.close()")
 
 
 def lines(terminal: Terminal, pod: str) -> list[str]:
-    """Return the names of the lines that have a pod."""
     return [line.split()[0] for line in terminal.lines() if line.split()[-1:] == [pod]]
 
 
@@ -89,7 +84,6 @@ def pods(daemon: Daemon) -> dict[str, tuple[str, str]]:
 
 
 def series(daemon: Daemon) -> list[str]:
-    """Return the labels of the pods' series, without the device's."""
     found = re.findall(r"^membroker_pod_used_bytes\{gpu_uuid=\"[^\"]*\",(.*)\} 3.3554432e\+07$", daemon.metrics(), re.M)
     assert len(found) == daemon.metrics().count("\nmembroker_pod_used_bytes{")
     return found

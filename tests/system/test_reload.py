@@ -15,11 +15,10 @@ from tests.support.command import check_config, good
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, to_toml, until
 from tests.support.sizes import MIB
 from tests.support.template import run
-from tests.support.workers import Refused, Worker, proc_of, worker
+from tests.support.workers import Worker, proc_of, worker
 
 import membroker
 from membroker.cli.doctor import check_configuration
-from membroker.v1 import admin_pb2
 
 RED: dict[str, Any] = {"limit": "64MiB"}
 BASE: dict[str, Any] = {"tenants": {"red": RED, "blue": {}}, "log": {"level": "info"}}
@@ -65,7 +64,6 @@ def hang_up(daemon: Daemon, text: str, ends: str = "configuration reloaded") -> 
 
 
 def lent(daemon: Daemon, tenant: str, size: str) -> bool:
-    """Say whether a worker of a tenant gets so much."""
     with membroker.connect(daemon.endpoint(tenant)) as client:
         try:
             client.model("probe").allocate(size).close()
@@ -79,10 +77,6 @@ def test_a_tenant_is_added_beside_one_that_works(daemon: Daemon, engine: Worker)
     assert "endpoint open tenant=green" in said
     assert lent(daemon, "green", "16MiB")
     assert not lent(daemon, "green", "18MiB")
-    with daemon.admin_stub() as stub:
-        request = admin_pb2.SetQuotaRequest(name="tenants/green", limit_bytes=32 * MIB)
-        stub.SetQuota(request, timeout=DEADLINE_SECONDS)
-    assert lent(daemon, "green", "18MiB")
     engine.do("model.allocate('2MiB').close()")
 
 
@@ -98,26 +92,19 @@ def test_a_check_says_what_a_reload_would_do(daemon: Daemon, engine: Worker) -> 
     """It asks the daemon that runs, and a reload then does that. Without one there is nothing to say."""
     assert said_before(daemon) == []
     low = {"red": {"limit": "8MiB", "models": {"chat": {"limit": "4MiB"}}}, "blue": {}}
-    after = "that are used now: after a reload it borrows nothing more, and what is above is asked of the programs"
-    found = said_before(daemon, tenants=low)
-    assert [line.partition(" that answer")[0] for line in found] == [
-        f"tenants.red.limit: 8.0 MiB is less than the 32.0 MiB {after}",
-        f"tenants.red.models.chat.limit: 4.0 MiB is less than the 32.0 MiB {after}",
+    assert [line.split(" that are used now")[0] for line in said_before(daemon, tenants=low)] == [
+        "tenants.red.limit: 8.0 MiB is less than the 32.0 MiB",
+        "tenants.red.models.chat.limit: 4.0 MiB is less than the 32.0 MiB",
     ]
     (removed,) = said_before(daemon, tenants={"blue": {}})
     assert removed.startswith("tenants: red is not in the file any more, and has 32.0 MiB, sessions: 1; a reload")
     more = said_before(daemon, capacity="512MiB", tenants={"red": {"guarantee": "400MiB"}, "blue": {}})
-    assert more[0].startswith("capacity: the running daemon lends 256.0 MiB, and a reload does not change that")
-    assert more[1].startswith("a reload of the running daemon would change nothing, because it lends less: ")
-    assert len(more) == 2
+    assert [line.split(",")[0] for line in more] == [
+        "capacity: the running daemon lends 256.0 MiB",
+        "a reload of the running daemon would change nothing",
+    ]
     (less,) = said_before(daemon, capacity="16MiB", tenants={"red": {}, "blue": {}})
     assert less.endswith("restart it to lend 16.0 MiB; 32.0 MiB are lent now")
-    users = said_before(daemon, tenants=None)
-    assert users[-1].startswith("tenants: a reload adds no first tenant and removes no last one")
-    with daemon.admin_stub() as stub:
-        quota = admin_pb2.SetQuotaRequest(name="tenants/red", limit_bytes=64 * MIB)
-        stub.SetQuota(quota, timeout=DEADLINE_SECONDS)
-    assert [line.split(":")[0] for line in said_before(daemon, tenants=low)] == ["tenants.red.models.chat.limit"]
     daemon.kill()
     assert said_before(daemon, tenants={"blue": {}}) == [], "its socket is still there"
     daemon.start_again()
@@ -127,11 +114,8 @@ def test_a_check_says_what_a_reload_would_do(daemon: Daemon, engine: Worker) -> 
 def test_a_tenant_is_removed_once_it_holds_nothing(daemon: Daemon, engine: Worker) -> None:
     """Its worker goes on; when that has ended, the next reload takes the endpoint away."""
     said = reload(daemon, tenants={"blue": {}})
-    assert (
-        "a removed tenant stays while it has sessions or memory: end them, then reload again tenant=red sessions=1"
-        in said
-    )
-    assert 'charged="32.0 MiB"' in said
+    assert "a removed tenant stays while it has sessions or memory" in said
+    assert 'tenant=red sessions=1 charged="32.0 MiB"' in said
     # A restart would take the endpoint away from the worker: nobody is told to restart for a tenant.
     write(daemon, to_toml({**written(daemon), "capacity": "128MiB", "tenants": {"blue": {}}}))
     waiting = "not in force before another reload, the log says why: tenants.red"
@@ -158,47 +142,20 @@ def test_users_of_a_tenant_change(daemon: Daemon) -> None:
         membroker.connect(daemon.endpoint()).close()
 
 
-def test_what_needs_a_restart_is_named(daemon: Daemon, engine: Worker) -> None:
-    said = reload(daemon, capacity="128MiB", max_sessions=7, tenants={"red": {**RED, "mode": "0600"}, "blue": {}})
-    (line,) = [line for line in said.splitlines() if "need a restart" in line]
-    assert "WARNING" in line
-    for key in ("capacity", "max_sessions", "tenants.red.mode"):
-        assert f'\\"{key}\\"' in line
-    assert daemon.books().capacity_bytes == 256 * MIB
-    assert "tenants" in reload(daemon, tenants={}).split("need a restart")[1]
-    engine.do("model.allocate('2MiB').close()")
-
-
-def test_the_level_of_the_log_changes() -> None:
-    """The command line goes before the file, also at a reload: here it says nothing of the level."""
-    with running(BASE, module="tests.support.faulty_daemon quiet") as daemon:
-        assert " DEBUG " not in daemon.log()
-        reload(daemon, log={"level": "debug"})
-        assert lent(daemon, "red", "2MiB")
-        until(lambda: " DEBUG debited" in daemon.log())
-
-
 def test_a_broken_file_changes_nothing(daemon: Daemon, engine: Worker) -> None:
     """By a signal, or by `membrokerd --reload`, which fails; the daemon knows that its file is wrong.
 
     Its runtime directory cannot be read from it: the command looks where the options say.
     """
     where = ("--driver", "host", "--runtime-directory", str(daemon.directory / "run"))
-    for text, problem, by_command in [
-        ("tenants = [", "is not TOML", True),
-        ('capacity = "8 gigs"\ndriver = "cdua"', "cannot read '8 gigs' as a size", False),
-        ("\0", "is not TOML", False),
-        ("[tenants.RED]", "a tenant's name is", False),
-        ('[tenants.red]\nlimitt = "1GiB"', "limitt", True),
-    ]:
+    for text, problem in (("tenants = [", "is not TOML"), ('[tenants.red]\nlimitt = "1GiB"', "limitt")):
         said = hang_up(daemon, text, problem)
         assert "the configuration was not reloaded and stays as it is" in said
         assert "Traceback" not in said
         until(lambda: daemon.figure("membroker_config_last_reload_successful") == 0)
-        if by_command:
-            status, said = ask(daemon, *where)
-            assert status == 1
-            assert problem in said
+        status, said = ask(daemon, *where)
+        assert status == 1
+        assert problem in said
         engine.do("model.allocate('2MiB').close()")
         assert "configuration reloaded" in reload(daemon)
 
@@ -249,19 +206,16 @@ def test_a_reload_that_is_asked_for_fails_if_it_is_refused(daemon: Daemon, engin
     Until the file is put right, metrics and status say so; a key that needs a restart is named, too.
     """
     begun = daemon.figure("membroker_config_last_reload_success_timestamp_seconds")
-    assert daemon.figure("membroker_config_last_reload_successful") == 1
     write(daemon, to_toml({**written(daemon), "tenants": {"red": {"guarantee": "900GiB"}, "blue": {}}}))
     status, said = ask(daemon)
     assert status == 1
     assert "900" in said
-    assert "Traceback" not in said
     until(lambda: 'method=Reload request="" result=REFUSED' in daemon.log())
     assert "900" in " ".join(daemon.device().reload_problems)
     with membroker.connect(daemon.endpoint("blue")) as client:
         assert not client.device().reload_problems, "a tenant sees no other tenant's name"
     until(lambda: daemon.figure("membroker_config_last_reload_successful") == 0)
     assert daemon.figure("membroker_config_last_reload_success_timestamp_seconds") == begun
-    assert "reload" in good("status", "--admin", at=daemon.endpoint())
     check = check_configuration(str(daemon.admin), {})
     assert check.status == "warn"
     assert "900" in check.found
@@ -274,7 +228,6 @@ def test_a_reload_that_is_asked_for_fails_if_it_is_refused(daemon: Daemon, engin
     write(daemon, to_toml(written(daemon)))
     assert ask(daemon) == (0, "reloaded\n")
     assert check_configuration(str(daemon.admin), {}).status == "ok"
-    assert "not in force" not in good("status", "--admin", at=daemon.endpoint())
     daemon.kill()
     status, said = ask(daemon)
     assert status == 1
@@ -288,24 +241,12 @@ def test_many_at_once_and_during_the_start(daemon: Daemon, engine: Worker) -> No
         tenants = {"red": {"limit": f"{64 + 2 * number}MiB"}, "blue": {}}
         write(daemon, to_toml({**written(daemon), "tenants": tenants}))
         daemon.process.send_signal(signal.SIGHUP)
-    until(lambda: lent_to(engine, 64 + 2 * 29 - 32))
+    until(lambda: engine.ask("model.available().tenant_limit_bytes") == (64 + 2 * 29) * MIB)
     with subprocess.Popen(
         [sys.executable, "-m", "membrokerd.cli", "--config", "/nonexistent/membrokerd.toml"],
         stderr=subprocess.PIPE,
     ) as starting:
-        until(lambda: ignores_hangup(starting.pid) or starting.poll() is not None)
+        ignored = re.compile(r"^SigIgn:\t\w+[13579bdf]$", re.MULTILINE)  # SIGHUP is the lowest bit
+        until(lambda: ignored.search(proc_of(starting.pid, "status")) or starting.poll() is not None)
         starting.send_signal(signal.SIGHUP)
         assert starting.wait(DEADLINE_SECONDS) == 1, "it ended by the signal, not by its own sentence"
-
-
-def lent_to(engine: Worker, mib: int) -> bool:
-    try:
-        engine.do(f"model.allocate('{mib}MiB').close()")
-    except Refused:  # until the last reload is in force
-        return False
-    return True
-
-
-def ignores_hangup(pid: int) -> bool:
-    found = re.search(r"^SigIgn:\t(\w+)$", proc_of(pid, "status"), re.MULTILINE)
-    return found is not None and bool(int(found[1], 16) & 1)

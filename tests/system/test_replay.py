@@ -38,7 +38,6 @@ def trace_of(daemon: Daemon) -> Path:
 
 
 def replay(*arguments: object) -> Models:
-    """Run the command, and return what happened and what happens, by model."""
     found = json.loads(good("replay", *arguments, "--json"))["models"]
     return {model["name"].split("/", 1)[1].replace("/models", ""): model for model in found}
 
@@ -85,12 +84,8 @@ def _trade(daemon: Daemon) -> None:
         blue.do("pool.grow(240 * MIB)")
         red.do("held = model.allocate(64 * MIB)")  # 48 MiB and more are recalled for it
         red.do("held.close()")
-        # A segment that outlives its writer, and one that does not fit.
-        red.do("segment = model.create_segment('weights', 16 * MIB); segment.seal(); segment.close()")
+        # A segment that does not fit, a quota below what is used, and a death.
         assert red.refused("model.create_segment('more', 200 * MIB)").reason == "CAPACITY"
-        red.do("client.delete_segment('chat/weights')")
-        # A declaration, a quota below what is used, and a death.
-        red.do("model.declare(4 * MIB)")
         good("quota", "set", "blue", "--limit", "96MiB", at=daemon.admin)
         until(lambda: sum(one.books[0].used_bytes for one in daemon.models() if "blue" in one.name) <= 96 * MIB)
         red.do("kept = model.allocate(32 * MIB)")

@@ -40,7 +40,6 @@ def segments(daemon: Daemon) -> list[Any]:
 
 
 def wait_in_attach(one: Worker, daemon: Daemon) -> None:
-    """Have a worker attach the segment in a thread, which waits."""
     one.connect(daemon)
     one.do("attaching = Attaching(client.model('n'), client, 'weights')")
     assert one.ask("attaching.is_waiting()")

@@ -45,7 +45,6 @@ def place() -> Iterator[Path]:
 
 
 def configuration(place: Path, keeper: str | None) -> dict[str, Any]:
-    """Return what all daemons of this machine are configured with."""
     where = {"keeper_socket": str(place / keeper)} if keeper else {}
     return {"runtime_directory": str(place / "run"), "state_directory": str(place / "kept"), **where}
 
@@ -67,7 +66,6 @@ def daemon_of(place: Path, device: int, keeper: str | None = None) -> Iterator[D
 
 
 def publish(daemon: Daemon, text: bytes) -> None:
-    """Have a worker write and seal a segment, and end."""
     with worker() as one:
         one.connect(daemon)
         one.do("model = client.model('m'); segment = model.create_segment('weights', PAGE)")
@@ -75,7 +73,6 @@ def publish(daemon: Daemon, text: bytes) -> None:
 
 
 def published(daemon: Daemon, length: int) -> bytes:
-    """Return the first bytes of the segment, as a process reads them that comes later."""
     with (
         membroker.connect(daemon.endpoint()) as client,
         client.attach("m/weights", timeout=DEADLINE_SECONDS) as segment,
@@ -181,28 +178,6 @@ def test_two_daemons_with_one_state_directory(place: Path) -> None:
         (kept,) = raw.admin_call(first.admin, "ListQuotas", admin_pb2.ListQuotasRequest()).quotas
         assert kept.name == "tenants/red"
         until(lambda: "set another state_directory" in second.log())
-
-
-def test_two_daemons_with_runtime_directories_of_their_own(place: Path) -> None:
-    """An operator tries a second daemon beside the node's, and sets no state_directory. It has quotas of its own.
-
-    A guarantee of the first one was in force in the second, for a tenant that the second does not have. After a kill
-    each has what it was commanded itself.
-    """
-    unset = {"state_directory": None}
-
-    def quotas(daemon: Daemon) -> dict[str, int]:
-        kept = raw.admin_call(daemon.admin, "ListQuotas", admin_pb2.ListQuotasRequest()).quotas
-        return {quota.name: quota.limit_bytes for quota in kept if quota.HasField("limit_bytes")}
-
-    with running(unset) as first, running(unset) as second:
-        assert raw.admin_call(first.admin, "SetQuota", limit("red")).limit_bytes == PAGE
-        assert (quotas(first), quotas(second)) == ({"tenants/red": PAGE}, {})
-        assert raw.admin_call(second.admin, "SetQuota", limit("blue")).limit_bytes == PAGE
-        for daemon in (first, second):
-            daemon.kill()
-            daemon.start_again()
-        assert (quotas(first), quotas(second)) == ({"tenants/red": PAGE}, {"tenants/blue": PAGE})
 
 
 def limit(tenant: str) -> admin_pb2.SetQuotaRequest:
