@@ -177,23 +177,18 @@ def test_another_users_process_without_cap_kill(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.root
 def test_a_process_outside_of_the_daemons_pid_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in Kubernetes without hostPID: the daemon has a pidfd, and the kernel lets it signal nothing by it."""
-    monkeypatch.setenv(CONFINED, "in a pid namespace")
-    with running(module="tests.support.faulty_daemon kill_soon") as daemon, worker() as one:
-        one.connect(daemon).do(HOLD)
-        said = why_not(daemon, name_of(one))
-        assert said.startswith("its process is in a pid namespace that the daemon cannot signal into")
-        assert "delete its pod" in said
-        assert one.ask("bytes(kept.view()[:4]).decode()") == "kept"
+    """As in Kubernetes without hostPID: the daemon has a pidfd, and the kernel lets it signal nothing by it.
 
-
-@pytest.mark.root
-def test_a_process_whose_pidfd_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keeper of the descriptors ended with the daemon, as in one container, and nobody can name the process."""
+    In one container the keeper of the descriptors ends with the daemon, and the next one cannot name the process.
+    """
     monkeypatch.setenv(CONFINED, "in a pid namespace")
     with running(module="tests.support.faulty_daemon kill_soon") as daemon, worker() as one:
         one.connect(daemon).do(HOLD)
         name = name_of(one)
+        said = why_not(daemon, name)
+        assert said.startswith("its process is in a pid namespace that the daemon cannot signal into")
+        assert "delete its pod" in said
+        assert one.ask("bytes(kept.view()[:4]).decode()") == "kept"
         one.send(signal.SIGSTOP)
         assert daemon.stop() == 0
         daemon.start_again()

@@ -69,12 +69,3 @@ def test_a_liar_is_named_and_shown_and_the_honest_are_not() -> None:
         reader.kill()
         until_clean(daemon, at_start)
         assert not {honest.pid, reader.pid} & {*daemon.suspects()}
-
-
-def test_two_brokers_of_a_machine_show_their_own_workers() -> None:
-    """Two host drivers side by side, as on a developer's machine."""
-    with running() as mine, running() as other, workers(2) as (one, two):
-        borrow(one, mine, "red", 64 * MIB)
-        borrow(two, other, "red", 32 * MIB)
-        assert processes(mine).keys() == {one.pid}
-        assert processes(other).keys() == {two.pid}
