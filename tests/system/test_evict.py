@@ -32,22 +32,6 @@ def killing() -> Iterator[Daemon]:
         yield daemon
 
 
-@pytest.fixture
-def patient() -> Iterator[Daemon]:
-    """A daemon that sends no SIGKILL, however long a test takes."""
-    with running(module="tests.support.faulty_daemon kill_late") as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def engine(patient: Daemon) -> Iterator[Worker]:
-    """A worker of red that holds 16 MiB and notes each SIGTERM, and does nothing about it."""
-    with worker() as one:
-        one.connect(patient).do(HOLD)
-        one.do("import signal; got = []; signal.signal(signal.SIGTERM, lambda *_: got.append('SIGTERM'))")
-        yield one
-
-
 def evict(daemon: Daemon, name: str) -> Any:
     """Evict a session; return the Session, or the Status of the refusal."""
     return raw.admin_call(daemon.admin, "EvictSession", admin_pb2.EvictSessionRequest(name=name))
@@ -135,23 +119,26 @@ def test_a_request_that_waits_gets_the_memory(killing: Daemon) -> None:
         assert other.result() == 128 * MIB
 
 
-def test_a_daemon_that_stops_meanwhile_leaves_the_process_alone(patient: Daemon, engine: Worker) -> None:
+def test_a_daemon_that_stops_meanwhile_leaves_the_process_alone() -> None:
     """Many programs take a second SIGTERM for an order to leave without tidying up: asked twice, one is sent.
 
     Neither the daemon's end nor the next daemon kills a worker that is tidying up.
     """
-    name = name_of(engine)
-    for _ in range(2):
-        assert evict(patient, name).name == name
-    assert engine.ask("got") == ["SIGTERM"]
-    assert evictions(patient) == 1
-    assert patient.stop() == 0
-    assert engine.ask("bytes(kept.view()[:4]).decode()") == "kept"
-    patient.start_again()
-    engine.do("model.allocate(PAGE).close()")
-    assert engine.ask("got") == ["SIGTERM"]
-    assert evictions(patient) == 0
-    assert "SIGKILL" not in patient.log()
+    with running(module="tests.support.faulty_daemon kill_late") as patient, worker() as engine:
+        engine.connect(patient).do(HOLD)
+        engine.do("import signal; got = []; signal.signal(signal.SIGTERM, lambda *_: got.append('SIGTERM'))")
+        name = name_of(engine)
+        for _ in range(2):
+            assert evict(patient, name).name == name
+        assert engine.ask("got") == ["SIGTERM"]
+        assert evictions(patient) == 1
+        assert patient.stop() == 0
+        assert engine.ask("bytes(kept.view()[:4]).decode()") == "kept"
+        patient.start_again()
+        engine.do("model.allocate(PAGE).close()")
+        assert engine.ask("got") == ["SIGTERM"]
+        assert evictions(patient) == 0
+        assert "SIGKILL" not in patient.log()
 
 
 # --- What is refused ---

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from tests.support.daemons import Daemon, find_root, running, until
 from tests.support.fake_cuda import say_faults, with_faults
 from tests.support.sizes import GIB, MIB
 from tests.support.workers import worker
+from tests.system.test_observed import probe
 
 if os.environ.get("MEMBROKER_REQUIRE_FAKE_CUDA") != "1":
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
@@ -36,14 +35,6 @@ def daemon(faults: Path) -> Iterator[Daemon]:
         yield find_root(one)
 
 
-def probe(daemon: Daemon, path: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(daemon.device().metrics_url.replace("/metrics", path)) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
 def lost(daemon: Daemon) -> float:
     return daemon.figure("membroker_device_lost")
 
@@ -53,8 +44,8 @@ def test_a_gpu_that_falls_off_the_bus_and_comes_back(daemon: Daemon, faults: Pat
     with worker() as one:
         one.connect(daemon)
         one.do("model = client.model('m'); buffer = model.allocate(PAGE)")
-        lent = daemon.books().lent_bytes
-        assert (lost(daemon), probe(daemon, "/readyz")) == (0, (200, "ok\n"))
+        lent, url = daemon.books().lent_bytes, daemon.device().metrics_url.removesuffix("/metrics")
+        assert (lost(daemon), probe(f"{url}/readyz")) == (0, (200, "ok\n"))
         say_faults(faults, OFF_THE_BUS)
         until(lambda: daemon.device().device_lost)
         for _ in range(3):  # also of a page that lay in the stock
@@ -64,9 +55,9 @@ def test_a_gpu_that_falls_off_the_bus_and_comes_back(daemon: Daemon, faults: Pat
         assert one.ask("model.available().now_bytes") == 0
         assert daemon.books().lent_bytes == lent
         assert lost(daemon) == 1
-        status, sentence = probe(daemon, "/readyz")
+        status, sentence = probe(f"{url}/readyz")
         assert (status, "NVML_ERROR_GPU_IS_LOST" in sentence) == (503, True)
-        assert probe(daemon, "/healthz") == (200, "ok\n")
+        assert probe(f"{url}/healthz") == (200, "ok\n")
         assert re.search(r"lending +no: the device does not answer", good("status", at=daemon.admin))
         told = run("doctor", at=daemon.admin)[1]
         assert re.search(r"^fail  broker: .* its device does not answer\n +`nvidia-smi` and", told, re.MULTILINE)
@@ -75,7 +66,7 @@ def test_a_gpu_that_falls_off_the_bus_and_comes_back(daemon: Daemon, faults: Pat
         say_faults(faults, "")
         until(lambda: not daemon.device().device_lost)
         one.do("model.allocate(PAGE).close()")
-        assert (lost(daemon), probe(daemon, "/readyz")) == (0, (200, "ok\n"))
+        assert (lost(daemon), probe(f"{url}/readyz")) == (0, (200, "ok\n"))
     until(lambda: BACK in daemon.log())
     log = daemon.log()
     assert (log.count(LOST), log.count(BACK)) == (1, 1)
