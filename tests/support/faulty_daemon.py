@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any, NoReturn
 
 from membroker.wire import sessions
@@ -27,7 +27,6 @@ from membrokerd.cli import main
 from membrokerd.config import descriptor_limits
 from membrokerd.core import facts as ft
 from membrokerd.edge import dispatch, listings
-from membrokerd.edge.endpoints import Endpoints
 from membrokerd.edge.handoff import connection, listener
 from membrokerd.restart import descriptor_store, process_watch
 from membrokerd.restart.journal import Journal
@@ -273,23 +272,6 @@ def _enter_pid_namespace() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-
-def start_slowly() -> None:
-    """Its start takes an hour: the clocks by which turns are measured leap when its admin endpoint is opened, which is
-    in the event loop, and near the end of the start.
-    """
-    open_admin, passed = Endpoints.open_admin, [0.0]
-
-    async def open_slowly(self: Endpoints, *rest: Any) -> None:
-        passed[0] += HOUR
-        await open_admin(self, *rest)
-
-    Endpoints.open_admin = open_slowly  # type: ignore[method-assign]
-    turns.time = SimpleNamespace(  # type: ignore[attr-defined]
-        perf_counter=lambda: time.perf_counter() + passed[0],
-        thread_time=lambda: time.thread_time() + passed[0],
-    )
 
 
 def wait_for_answers() -> None:
