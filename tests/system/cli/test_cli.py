@@ -35,27 +35,14 @@ def worker(daemon: Daemon) -> Iterator[membroker.Client]:
 
 
 @pytest.mark.usefixtures("worker")
-def test_models_are_an_aligned_table_and_plain_when_piped(daemon: Daemon) -> None:
-    out = good("models", "--endpoint", str(daemon.endpoint("red")))
-    header, row = rows(out)
-    assert header == ["model", "used", "guarantee", "limit", "waiting", "recallable", "late", "refused"]
-    assert row == ["red/llama-7b", "4.0 MiB", "-", "8.0 MiB", "-", "-", "-", "1"]
-    assert out.isascii()
-    assert len({len(line) for line in out.splitlines()}) == 1, "columns line up"
-
-
-@pytest.mark.usefixtures("worker")
 def test_all_that_is_known_of_one_model(daemon: Daemon) -> None:
     """By its own name or with its tenant, as the list shows it; a name that is misspelled is told the right one."""
     red, admin = str(daemon.endpoint("red")), str(daemon.admin)
     for name, where in (("llama-7b", red), ("red/llama-7b", red), ("llama-7b", admin), ("red/llama-7b", admin)):
         out = good("models", name, "--endpoint", where)
-        assert rows(out)[0] == ["red/llama-7b", "device"]
         figures = dict(re.split(r"\s{2,}", line.strip()) for line in out.splitlines()[1:])
         assert (figures["used"], figures["limit"], figures["virtual"]) == ("4.0 MiB", "8.0 MiB", "64.0 GiB")
         assert (figures["peak"], figures["extents"], figures["refused"]) == ("4.0 MiB", "2", "1 MODEL_LIMIT")
-    (model,) = json.loads(good("models", "llama-7b", "--json", "--endpoint", admin))
-    assert model["name"] == "tenants/red/models/llama-7b"
     for where, listing in ((red, "membroker models"), (admin, "membroker models --admin")):
         said = refused("models", "lama-7b", "--endpoint", where)
         assert f"there is no model 'lama-7b' now, did you mean llama-7b? `{listing}` lists" in said
@@ -63,27 +50,15 @@ def test_all_that_is_known_of_one_model(daemon: Daemon) -> None:
 
 @pytest.mark.usefixtures("worker")
 def test_a_tenant_sees_its_own_and_the_operator_sees_all(daemon: Daemon) -> None:
-    """The endpoint decides, not an option: blue's endpoint knows nothing of red."""
-    red, blue = str(daemon.endpoint("red")), str(daemon.endpoint("blue"))
-    assert "no models are registered" in good("models", "--endpoint", blue)
-    assert [each["tenant"] for each in json.loads(good("sessions", "--json", "--endpoint", blue))] == ["tenants/blue"]
-    assert "llama-7b" in good("models", "--admin", "--endpoint", blue)
-    assert "llama-7b" in good("models", "--admin", env={"MEMBROKER_ENDPOINT": red})
-    assert "llama-7b" in good("models", "--admin", "--endpoint", str(daemon.admin))
-
-
-@pytest.mark.usefixtures("worker")
-def test_an_admin_endpoint_is_taken_as_what_it_is(daemon: Daemon) -> None:
-    """Given by its own name there is nothing left for --admin to say; a device's directory has it in it."""
-    for by in ["option", "variable"]:
-        for place in (daemon.admin, daemon.root):
-            where = ("--endpoint", str(place)) if by == "option" else ()
-            env = {"MEMBROKER_ENDPOINT": str(place)} if by == "variable" else {}
-            assert f"pid {daemon.process.pid}" in good("status", *where, env=env)
-            assert "llama-7b" in good("models", *where, env=env)
-            tenants = [each["tenant"] for each in json.loads(good("sessions", "--json", *where, env=env))]
-            assert tenants == ["tenants/red"]
-            assert "there are no segments" in good("segments", *where, env=env)
+    """Blue's endpoint knows nothing of red. The operator's needs no --admin, and a device's directory has it in it."""
+    blue = daemon.endpoint("blue")
+    assert "no models are registered" in good("models", at=blue)
+    assert [each["tenant"] for each in json.loads(good("sessions", "--json", at=blue))] == ["tenants/blue"]
+    assert "llama-7b" in good("models", "--admin", at=blue)
+    for place in (daemon.admin, daemon.root):
+        for where in ({"at": place}, {"env": {"MEMBROKER_ENDPOINT": str(place)}}):
+            assert "llama-7b" in good("models", **where)
+            assert [each["tenant"] for each in json.loads(good("sessions", "--json", **where))] == ["tenants/red"]
 
 
 def test_nothing_is_borrowed_at_the_admin_endpoint(daemon: Daemon) -> None:
@@ -95,40 +70,34 @@ def test_nothing_is_borrowed_at_the_admin_endpoint(daemon: Daemon) -> None:
 
 
 @pytest.mark.usefixtures("worker")
-def test_json_has_bytes_for_programs(daemon: Daemon) -> None:
-    at = ("--json", "--endpoint", str(daemon.endpoint("red")))
-    device = json.loads(good("status", *at))
-    assert (device["driver"], device["locations"]["device"]["lent_bytes"]) == ("host", 4 * MIB)
-    (model,) = json.loads(good("models", *at))
-    assert model["books"]["device"]["limit_bytes"] == 8 * MIB
-    assert model["denials_total"] == {"MODEL_LIMIT": 1}
-    mine = [each for each in json.loads(good("sessions", *at)) if not each["observer"]]
-    assert [each["books"]["device"]["used_bytes"] for each in mine] == [4 * MIB]
-
-
-@pytest.mark.usefixtures("worker")
 def test_status_and_sessions_say_what_there_is(daemon: Daemon) -> None:
-    at = ("--endpoint", str(daemon.endpoint("red")))
-    status = good("status", *at)
-    assert rows(status)[0] == ["device", json.loads(good("status", "--json", *at))["uuid"]]
-    assert ["endpoint", str(daemon.endpoint("red"))] in rows(status)
+    """To people, and to programs, which get bytes."""
+    red = daemon.endpoint("red")
+    status = good("status", at=red)
+    assert ["endpoint", str(red)] in rows(status)
     assert re.search(
         r"^capacity +256\.0 MiB\n  lent +4\.0 MiB\n  releasing +0 B\n  free +252\.0 MiB", status, re.MULTILINE
     )
     assert f"pid {daemon.process.pid}" in status
-    assert ["endpoint", f"{daemon.root}/tenants/NAME"] in rows(good("status", "--endpoint", str(daemon.admin)))
-    sessions = good("sessions", *at)
+    sessions = good("sessions", at=red)
     assert re.search(rf"red +open +{os.getpid()} +\d+[smh] +4\.0 MiB +llama-7b +- +a \[red\]worker", sessions)
-    assert "observer" in sessions, "the command itself"
+    device = json.loads(good("status", "--json", at=red))
+    assert (device["driver"], device["locations"]["device"]["lent_bytes"]) == ("host", 4 * MIB)
+    mine = [each for each in json.loads(good("sessions", "--json", at=red)) if not each["observer"]]
+    assert [each["books"]["device"]["used_bytes"] for each in mine] == [4 * MIB]
+    assert rows(good("models", at=red)) == [
+        ["model", "used", "guarantee", "limit", "waiting", "recallable", "late", "refused"],
+        ["red/llama-7b", "4.0 MiB", "-", "8.0 MiB", "-", "-", "-", "1"],
+    ]
+    (model,) = json.loads(good("models", "--json", at=red))
+    assert (model["books"]["device"]["limit_bytes"], model["denials_total"]) == (8 * MIB, {"MODEL_LIMIT": 1})
 
 
 def test_a_quota_is_set_listed_and_ended(daemon: Daemon, worker: membroker.Client) -> None:
     """A limit below what is used takes nothing away, refuses what comes, and goes as it came."""
     at = ("--endpoint", str(daemon.endpoint("red")))
     out = good("quota", "set", "red/llama-7b", "--limit", "2MiB", *at)
-    assert out.splitlines()[0] == (
-        "red/llama-7b, device memory: limit 2.0 MiB, guarantee as configured, weight as configured, used 4.0 MiB"
-    )
+    assert "limit 2.0 MiB, guarantee as configured, weight as configured, used 4.0 MiB" in out
     assert "it borrows nothing more" in out
     assert worker.models()[0].books["device"].limit_bytes == 2 * MIB
     assert rows(good("quota", "list", *at))[1] == ["red/llama-7b", "-", "2.0 MiB", "-", "4.0 MiB"]
@@ -141,17 +110,14 @@ def test_a_quota_is_set_listed_and_ended(daemon: Daemon, worker: membroker.Clien
     assert worker.models()[0].books["device"].limit_bytes == 8 * MIB
 
 
-@pytest.mark.usefixtures("worker")
-def test_a_quota_for_nobody_yet_says_so(daemon: Daemon) -> None:
-    """A limit may be there before who it is for; but so may a typing error, and a limit that limits nothing."""
-    at = ("--endpoint", str(daemon.admin))
-    waits = "of that name now: the quota takes effect when there is"
-    assert f"there is no model {waits}" in good("quota", "set", "red/lama-7b", "--limit", "2MiB", *at)
-    assert len(good("quota", "set", "blue", "--limit", "2MiB", *at).splitlines()) == 1, "it is configured"
-    out = good("quota", "set", "red", "--limit", "1GiB", *at)
-    assert out.splitlines()[1:] == ["the limit is more than the capacity, 256.0 MiB, which applies as well"]
-    assert len(good("quota", "set", "red", "--limit", "64MiB", *at).splitlines()) == 1
-    assert len(good("quota", "set", "blue", "--limit", "none", *at).splitlines()) == 1
+def test_a_quota_for_nobody_says_so(daemon: Daemon) -> None:
+    """A limit may be there before who it is for; but so may a typing error."""
+    said = good("quota", "set", "red/lama-7b", "--limit", "2MiB", at=daemon.admin)
+    assert "there is no model of that name now: the quota takes effect when there is" in said
+    assert len(good("quota", "set", "blue", "--limit", "2MiB", at=daemon.admin).splitlines()) == 1, "it is configured"
+    said = refused("quota", "set", "bleu/chat", "--limit", "1GiB", at=daemon.admin)
+    assert "there is no tenant 'bleu'" in said
+    assert said.endswith(", did you mean blue?")
 
 
 def test_a_quota_of_a_tenant_that_is_no_tenant_any_more() -> None:
@@ -169,19 +135,10 @@ def test_a_quota_of_a_tenant_that_is_no_tenant_any_more() -> None:
         daemon.config["tenants"] = {}
         daemon.start_again()
         assert "the quota takes effect when there is" in good("quota", "set", "uid-1000", "--limit", "2MiB", *at)
-        for name in ("acme", "uid-", "uid-007", "red"):
-            said = refused("quota", "set", name, "--limit", "1GiB", *at)
-            assert f"there is no tenant '{name}'" in said
-            assert "such as 'uid-1000'" in said
+        for name in ("acme", "uid-007"):
+            assert f"there is no tenant '{name}'" in refused("quota", "set", name, "--limit", "1GiB", *at)
         good("quota", "set", "red", "--limit", "none", *at)
         assert [row[0] for row in rows(good("quota", "list", *at))[1:]] == ["uid-1000"]
-
-
-def test_a_quota_of_an_unknown_tenant_is_a_sentence(daemon: Daemon) -> None:
-    for name, meant in (("nobody", False), ("bleu", True), ("bleu/chat", True)):
-        said = refused("quota", "set", name, "--limit", "1GiB", at=daemon.admin)
-        assert f"there is no tenant '{name.partition('/')[0]}'" in said
-        assert said.endswith(", did you mean blue?") == meant
 
 
 @pytest.mark.usefixtures("worker")

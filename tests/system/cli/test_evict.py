@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import re
 import select
 import signal
 import subprocess
@@ -67,36 +66,22 @@ def test_a_question_that_is_not_answered_by_yes_ends_nothing(daemon: Daemon, vic
         status, out, shown = answer(daemon, victim.red, typed)
         assert (status, out) == (1, ""), typed
         assert f"process {pid} of blue and red would be ended, with all its sessions:" in shown
-        rows = [re.findall(r"[^\s│]+(?: [KMG]iB)?", line) for line in shown.splitlines()]
-        (red,) = [row for row in rows if row[:1] == [victim.red.removeprefix("sessions/")]]
-        (blue,) = [row for row in rows if row[:1] == [victim.blue.removeprefix("sessions/")]]
-        assert (red[1:4], blue[1:4]) == (["red", "open", pid], ["blue", "open", pid])
-        assert "16.0 MiB" in red
-        assert "chat" in red
-        assert "32.0 MiB" in blue
-        assert "Qwen/Qwen3-8B" in blue
-        assert rows.index(red) < rows.index(blue)
+        listed = ((victim.red, ("red", "16.0 MiB", "chat")), (victim.blue, ("blue", "32.0 MiB", "Qwen/Qwen3-8B")))
+        for name, figures in listed:
+            (line,) = [line for line in shown.splitlines() if name.removeprefix("sessions/") in line]
+            assert all(figure in line for figure in figures)
         assert victim.lives()
+    assert refused("evict", victim.red, at=daemon.admin, status=2).endswith(": give --yes"), "nobody could be asked"
+    assert victim.lives()
     assert "evict" not in daemon.log()
 
 
 def test_a_question_that_is_answered_by_yes(daemon: Daemon, victim: Victim) -> None:
     status, out, _ = answer(daemon, victim.blue, b"y\n")
     assert status == 0
-    assert out.splitlines() == [
-        f"process {victim.worker.pid} of blue and red was sent SIGTERM, and gets SIGKILL 10 s later if it still lives",
-        "its memory can be lent again once the device shows it free; its sealed segments stay",
-    ]
+    assert f"process {victim.worker.pid} of blue and red was sent SIGTERM" in out
     assert victim.worker.process.wait(DEADLINE_SECONDS) == -signal.SIGTERM
     until(lambda: is_clean(daemon))
-
-
-def test_a_script_must_say_yes(daemon: Daemon, victim: Victim) -> None:
-    """Nobody is there to be asked: a wrong command line, and not a refusal by the broker."""
-    for options in ((), ("--json",)):
-        assert refused("evict", victim.red, *options, at=daemon.admin, status=2).endswith(": give --yes")
-    assert victim.lives()
-    assert "evict" not in daemon.log()
 
 
 def test_a_script_that_says_yes(daemon: Daemon, victim: Victim) -> None:
@@ -115,7 +100,6 @@ def test_what_the_broker_refuses(daemon: Daemon) -> None:
     """It refuses a session that it does not know, whether or not somebody could be asked."""
     for options in ((), ("--yes",)):
         said = refused("evict", "sessions/1", *options, at=daemon.admin)
-        why = "it is not known, or has ended (`membroker sessions --admin` lists all)"
-        assert said.endswith(f"sessions/1 cannot be evicted: {why}")
+        assert "sessions/1 cannot be evicted: it is not known" in said
     assert daemon.figure("membroker_evictions_total") == 0
     assert "evicts" not in daemon.log()

@@ -13,11 +13,10 @@ from tests.support.command import good, refused
 from tests.support.daemons import Daemon, running, until
 from tests.support.raw import Session, reason
 from tests.support.sizes import MIB
-from tests.support.workers import Refused, worker
 
 import membroker
 from membroker.admin import Admin
-from membroker.errors import InvalidRequest, ModelNotFound
+from membroker.errors import ModelNotFound
 from membroker.v1 import admin_pb2
 from membroker.v1 import handoff_pb2 as pb
 
@@ -36,9 +35,9 @@ def test_a_refused_request_is_explained_by_its_name(daemon: Daemon, transport: s
         assert error.request.startswith(f"{client.session}/requests/")
         for name, endpoint in (
             (error.request, daemon.endpoint("red")),
-            (error.request, daemon.admin),
             ("Qwen/Qwen3-8B", daemon.endpoint("red")),
-            ("red/Qwen/Qwen3-8B", daemon.admin),
+            (error.request, daemon.admin),
+            ("red/Qwen/Qwen3-8B", daemon.admin.parent),  # it enters the admin endpoint by itself
         ):
             out = explain(endpoint, name)
             assert f"refused (MODEL_LIMIT): 10.0 MiB, {error.request}" in out
@@ -52,47 +51,14 @@ def test_a_refused_request_is_explained_by_its_name(daemon: Daemon, transport: s
 def test_a_program_that_asks_again_and_again_is_told_of_once(daemon: Daemon, red: membroker.Client) -> None:
     """An operator reads one story and not eight: the newest refusal, how many were like it, and what to do."""
     model = red.model("chat", limit="8MiB")
-    sizes = ["10MiB"] * 2 + ["12MiB"] + ["10MiB"] * 3
-    for size in sizes:
+    for size in ["10MiB"] * 2 + ["12MiB"] + ["10MiB"] * 3:
         with pytest.raises(membroker.OutOfMemory):
             model.allocate(size)
     lines = explain(daemon.endpoint("red"), "chat").splitlines()
     told = [line.partition("refused ")[2].partition(", sessions")[0] for line in lines if "Z  refused" in line]
     assert told == [f"(MODEL_LIMIT): {size}.0 MiB" for size in (10, 12, 10)]
-    more = [line for line in lines if " more like it since " in line]
-    assert [line.split()[1] for line in more] == ["2", "1"]
-    assert all(line.endswith("Z, among the last decisions; `membroker models` counts all") for line in more)
+    assert [line.split()[1] for line in lines if " more like it since " in line] == ["2", "1"]
     assert sum("`membroker quota set red/chat --limit SIZE`" in line for line in lines) == 1
-    assert len(json.loads(explain(daemon.endpoint("red"), "chat", "--json"))["decisions"]) == len(sizes)
-
-
-def test_no_wait_is_advised_for_more_than_the_broker_has(daemon: Daemon, red: membroker.Client) -> None:
-    """Of 256 MiB, 250 may come when others release; 300 never will."""
-    model = red.model("chat")
-    with model.allocate("32MiB"):
-        for size, advice in (
-            ("250MiB", "With `timeout=` a request gets memory"),
-            ("300MiB", "waiting does not help: ask for less"),
-        ):
-            with pytest.raises(membroker.OutOfMemory) as caught:
-                model.allocate(size)
-            told = explain(daemon.endpoint("red"), caught.value.request)
-            assert advice in told
-            assert ("`timeout=`" in told) == (size == "250MiB")
-
-
-def test_a_refusal_that_is_only_counted_is_told_by_its_count(daemon: Daemon, red: membroker.Client) -> None:
-    """`membroker models` shows one refusal and sends the operator here: a worker registered another limit."""
-    model = red.model("chat", limit="8MiB")
-    with worker() as other, pytest.raises(Refused):
-        other.connect(daemon).do("client.model('chat', limit='16MiB')")
-    with pytest.raises(InvalidRequest) as caught:
-        model.allocate("2MiB", location="host")
-    lines = explain(daemon.endpoint("red"), "chat").splitlines()
-    counts = "1 LOCATION_UNAVAILABLE, 1 MODEL_CONFLICT"
-    assert lines[1].startswith(f"refused since the model or the daemon began: {counts} (docs/troubleshooting.md")
-    said = refused("explain", caught.value.request, at=daemon.endpoint("red"))
-    assert "or had a wrong argument, as its exception says" in said
 
 
 def test_a_wait_is_explained_while_it_lasts_and_after(
@@ -105,11 +71,9 @@ def test_a_wait_is_explained_while_it_lasts_and_after(
     waiter.start()
     (now,) = until(lambda: blue.decisions("small") if waiter.is_alive() else [])
     assert (now.kind, now.size_bytes, now.guaranteed) == ("waiting", 16 * MIB, False)
-    assert "may lend 256.0 MiB of device memory and has lent 250.0 MiB" in now.why
     out = explain(daemon.endpoint("blue"), now.request)
     assert "until now: 16.0 MiB" in out
-    assert "now: blue/small uses 0 B of device memory, has no limit and no guarantee of its own" in out
-    assert "waits for 16.0 MiB in 1 request" in out
+    assert "may lend 256.0 MiB of device memory and has lent 250.0 MiB" in out
     held.close()
     waiter.join()
     (after,) = blue.decisions("small")
@@ -137,10 +101,7 @@ def test_a_wait_for_a_program_that_is_late_names_it_to_the_operator() -> None:
             assert late in explain(daemon.admin, "red/chat"), "also after a wait in vain"
             waiter.start()
             until(lambda: daemon.books().waiting_bytes)
-            told = explain(daemon.endpoint("red"), "chat")
-            assert "`membroker models --admin` shows which models have the memory" in told
-            assert "`membroker explain TENANT/MODEL --admin` names the session" in told
-            assert "batch" not in told
+            assert "batch" not in explain(daemon.endpoint("red"), "chat")
             assert late in explain(daemon.admin, "red/chat")
             assert f"`membroker evict {blue.welcome.session}`" in explain(daemon.admin, "blue/batch")
         waiter.join()
@@ -209,27 +170,11 @@ def test_a_tenant_neither_sees_nor_writes_anothers_record(
     assert (told.result, told.size_bytes) == ("DRAINING", (1 << 63) - 1)
 
 
-def test_an_operator_names_a_model_as_in_other_commands(daemon: Daemon, red: membroker.Client) -> None:
-    """A device with configured tenants and no --admin: the command enters the admin endpoint by itself."""
-    red.model("chat", limit="2MiB")
-    device = daemon.admin.parent
-    for name in ("red/chat", "chat"):
-        assert "now: red/chat uses 0 B" in explain(device, name)
-        assert "now: red/chat uses 0 B" in explain(device, name, "--admin")
-    for name in ("red/chta", "chta"):
-        meant = name.replace("chta", "chat")
-        wanted = f"there is no model '{name}' now, did you mean {meant}? `membroker models --admin` lists"
-        assert wanted in refused("explain", name, at=device)
-
-
 def test_what_is_unknown_is_a_sentence(daemon: Daemon, red: membroker.Client) -> None:
     red.model("quiet")
-    for name in ("quiet", "red/quiet"):  # as `membroker models` shows it
-        out = explain(daemon.endpoint("red"), name)
-        assert out.startswith("the broker remembers no refusal, wait or recall of")
-        assert out.endswith("now: red/quiet uses 0 B of device memory, has no limit and no guarantee of its own\n")
+    assert explain(daemon.endpoint("red"), "quiet").startswith("the broker remembers no refusal, wait or recall of")
     for name, complaint in (
-        ("no-such-model", "no model"),
+        ("quite", "there is no model 'quite' now, did you mean quiet?"),
         ("sessions/1/requests/1", "the broker remembers nothing about sessions/1/requests/1"),
         ("../x", "is neither a model nor a request"),
     ):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any
 
@@ -75,7 +75,7 @@ def test_the_bytes_of_a_forgotten_session(daemon: Daemon, stopped: tuple[Worker,
     """An engine hangs, and the daemon was restarted: nobody knows whether it comes back. The operator decides."""
     hung, name = stopped
     said = good("forget", name, at=daemon.admin)
-    assert said.splitlines()[0] == f"{name} of red is forgotten: 192.0 MiB are no longer charged"
+    assert f"{name} of red is forgotten: 192.0 MiB are no longer charged" in said
     assert f"memory that its process {hung.pid} still has mapped counts as unaccounted" in said
     assert daemon.books().lent_bytes == 0
     until(lambda: daemon.books().unaccounted_bytes == 192 * MIB)
@@ -111,16 +111,9 @@ def test_a_session_whose_process_closed_its_connection(daemon: Daemon) -> None:
         assert (caught.value.level, caught.value.available_bytes) == ("capacity", 64 * MIB)
         forgotten = json.loads(good("forget", name.removeprefix("sessions/"), "--json", at=daemon.admin))
         assert (forgotten["name"], forgotten["state"]) == (name, "detached")
-        assert forgotten["books"]["device"] == {
-            "location": "device",
-            "used_bytes": 192 * MIB,
-            "extents": 96,
-        }
+        assert forgotten["books"]["device"]["used_bytes"] == 192 * MIB
         model.allocate("256MiB").close()
-    assert state(daemon, name) == "ended"
-    said = refused("forget", name, at=daemon.admin)
-    assert f"{name} is not known, or has ended: only a detached session" in said
-    assert "evict" not in said
+    assert f"{name} is not known, or has ended" in refused("forget", name, at=daemon.admin)
 
 
 def test_a_dead_process_needs_no_forgetting_and_no_eviction() -> None:
@@ -166,11 +159,12 @@ def test_a_drain_refuses_tells_and_lists_and_an_undrain_lends_again(daemon: Daem
     """A GPU is drained: the operator sees the sessions that remain, and each worker learns why it gets nothing."""
     engine.do("segment = model.create_segment('weights', 2 * MIB); segment.seal()")
     out = good("drain", "--timeout", 0, at=daemon.admin)
-    assert out.startswith("the device lends nothing more, and the workers are told\nstill holding memory:\n\n")
     assert re.search(rf"red +open +{engine.pid} +\d+[smh] +16\.0 MiB", out)
     assert re.search(r"red/chat/weights +sealed +2\.0 MiB", out)
-    assert "`membroker segments delete TENANT/MODEL/SEGMENT --admin`" in out
-    until(lambda: told(engine) == ["Draining"])
+    shown = json.loads(good("drain", "--json", "--timeout", 0, at=daemon.admin))
+    assert [(one["pid"], one["books"]["device"]["used_bytes"]) for one in shown["sessions"]] == [(engine.pid, 16 * MIB)]
+    assert [one["size_bytes"] for one in shown["segments"]] == [2 * MIB]
+    until(lambda: told(engine)[:1] == ["Draining"])
     for borrowing in ("model.allocate(PAGE)", "model.declare(PAGE)", "client.attach('chat/weights')"):
         refusal = engine.refused(borrowing)
         assert (refusal.error, refusal.reason) == ("BrokerUnavailable", "DRAINING")
@@ -187,24 +181,11 @@ def test_a_drain_refuses_tells_and_lists_and_an_undrain_lends_again(daemon: Daem
     assert "drained" not in good("status", at=daemon.admin)
 
 
-def test_who_comes_in_the_middle_of_a_drain_is_told(daemon: Daemon, engine: Worker) -> None:
-    """A worker that starts, and one that lost its connection for a moment, would else find out by a refusal."""
-    good("drain", "--timeout", 0, at=daemon.admin)
-    until(lambda: told(engine) == ["Draining"])
-    with worker() as late:
-        late.connect(daemon, "blue")
-        late.do("told = []; client.on_notice(lambda notice: told.append(type(notice).__name__))")
-        until(lambda: told(late) == ["Draining"])
-        engine.do("import socket; client._session.connection._socket.shutdown(socket.SHUT_RDWR)")
-        until(lambda: sorted(told(engine)[1:]) == ["Disconnected", "Draining", "Resumed"])
-        good("undrain", at=daemon.admin)
-        until(lambda: told(late)[-1] == told(engine)[-1] == "Undrained")
-
-
 def test_the_daemon_exits_once_all_is_given_back(daemon: Daemon, engine: Worker) -> None:
     """`membroker drain --exit`: at once where nothing is lent, else with the last byte."""
-    out = good("drain", "--exit", "--timeout", 0, at=daemon.admin)
-    assert out.splitlines()[-1] == "the daemon exits when nothing is charged any more"
+    status, out, _ = run("drain", "--exit", "--timeout", "0.5", at=daemon.admin)
+    assert status == 1
+    assert out.splitlines()[-1] == "16.0 MiB were still charged at the end of the wait: the drain goes on"
     until(lambda: told(engine) == ["Draining"])
     assert daemon.process.poll() is None
     engine.do("kept.close()")
@@ -223,29 +204,16 @@ def test_a_drain_waits_and_says_which_session_lets_go(daemon: Daemon, engine: Wo
     with worker() as other:
         other.connect(daemon, "blue")
         other.do("kept = client.model('search').allocate('4MiB')")
-        sessions = {one.pid: one.name for one in daemon.sessions()}
-        with drain_of(daemon) as draining:
-            draining.until("still holding memory:")
+        command = [sys.executable, "-u", "-m", "membroker", "drain", "--endpoint", str(daemon.admin)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as draining:
+            assert "still holding memory:\n" in draining.stdout
             other.do("kept.close()")
-            draining.until(f"{sessions[other.pid]} of blue, process {other.pid}, has released 4.0 MiB")
-            assert draining.process.poll() is None
+            assert any(line.endswith(f"process {other.pid}, has released 4.0 MiB\n") for line in draining.stdout)
+            assert draining.poll() is None
             engine.do("kept.close()")
-            draining.until(f"{sessions[engine.pid]} of red, process {engine.pid}, has released 16.0 MiB")
-            draining.until("nothing is charged")
-            assert draining.process.wait(DEADLINE_SECONDS) == 0
+            assert any(line.endswith(f"process {engine.pid}, has released 16.0 MiB\n") for line in draining.stdout)
+            assert draining.wait(DEADLINE_SECONDS) == 0
     assert daemon.process.poll() is None
-
-
-def test_a_drain_that_is_not_over_in_time_fails(daemon: Daemon, engine: Worker) -> None:
-    status, out, _ = run("drain", "--timeout", "0.5", at=daemon.admin)
-    assert status == 1
-    assert out.splitlines()[-1] == "16.0 MiB were still charged at the end of the wait: the drain goes on"
-    assert daemon.device().draining
-    status, out, _ = run("drain", "--deadline", "0.5", "--exit", at=daemon.admin)
-    assert status == 1, "it has exited at its deadline, with memory lent"
-    assert daemon.process.wait(DEADLINE_SECONDS) == 0
-    daemon.start_again()
-    engine.do("kept.close()")
 
 
 def test_a_daemon_that_exits_at_its_deadline_before_it_is_looked_at(
@@ -265,32 +233,6 @@ def test_a_daemon_that_exits_at_its_deadline_before_it_is_looked_at(
     assert capsys.readouterr().out.splitlines()[-1].startswith("16.0 MiB were still charged")
     daemon.start_again()
     engine.do("kept.close()")
-
-
-class Draining:
-    """`membroker drain` as it waits; `until` reads its lines up to one."""
-
-    def __init__(self, daemon: Daemon) -> None:
-        command = [sys.executable, "-u", "-m", "membroker", "drain", "--endpoint", str(daemon.admin)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-    def until(self, line: str) -> None:
-        read = []
-        for text in self.process.stdout:
-            read.append(text.rstrip())
-            if read[-1] == line:
-                return
-        pytest.fail(f"it said no {line!r}, but {read}")
-
-
-@contextmanager
-def drain_of(daemon: Daemon) -> Iterator[Draining]:
-    draining = Draining(daemon)
-    try:
-        yield draining
-    finally:
-        draining.process.kill()
-        draining.process.communicate()
 
 
 def test_the_log_says_which_process_ordered_what(daemon: Daemon) -> None:
@@ -322,18 +264,11 @@ def test_a_quota_that_is_only_tried(daemon: Daemon) -> None:
 
 def test_the_daemon_exits_at_the_deadline_whatever_is_lent(daemon: Daemon, engine: Worker) -> None:
     """Somebody gives nothing back: the operator's time is over, it keeps its memory, and the next daemon knows it."""
-    engine.do("deadlines = []")
-    engine.do(
-        "client.on_notice(lambda notice: deadlines.append(notice.deadline.timestamp()) if not told[1:] else None)"
-    )
     begun = datetime.now(UTC)
     out = good("drain", "--deadline", "1.5", "--exit", "--timeout", 0, at=daemon.admin)
     assert "the daemon exits when nothing is charged any more, or in 1.5 s, whatever is charged then" in out
     assert daemon.process.wait(DEADLINE_SECONDS) == 0
     assert (datetime.now(UTC) - begun).total_seconds() >= 1.5
-    until(lambda: "the drain's deadline has passed: workers keep the memory they have" in daemon.log())
-    (deadline,) = until(lambda: engine.ask("deadlines"))
-    assert 1.5 <= deadline - begun.timestamp() <= 1.5 + DEADLINE_SECONDS
     daemon.start_again()
     until(lambda: "Resumed" in told(engine))
     assert daemon.books().lent_bytes == 16 * MIB
@@ -350,19 +285,6 @@ def test_an_exit_that_is_taken_back(daemon: Daemon, engine: Worker) -> None:
     for _ in range(3):  # each a process, and longer than the daemon's look whether it is empty
         good("status", at=daemon.admin)
     assert daemon.process.poll() is None
-
-
-def test_programs_get_the_same_as_json(daemon: Daemon, engine: Worker) -> None:
-    shown = json.loads(good("drain", "--json", "--timeout", 0, at=daemon.admin))
-    assert shown["device"]["draining"] is True
-    assert [(one["pid"], one["books"]["device"]["used_bytes"]) for one in shown["sessions"]] == [(engine.pid, 16 * MIB)]
-    assert shown["segments"] == []
-    assert json.loads(good("undrain", "--json", at=daemon.admin))["draining"] is False
-    engine.do("kept.close()")
-    until(lambda: daemon.books().lent_bytes == 0)
-    shown = json.loads(good("drain", "--exit", "--json", at=daemon.admin))
-    assert (shown["sessions"], shown["segments"]) == ([], [])
-    assert daemon.process.wait(DEADLINE_SECONDS) == 0
 
 
 def test_a_deadline_that_is_no_time_drains_nothing(daemon: Daemon, engine: Worker) -> None:
@@ -431,16 +353,14 @@ def test_host_memory_in_the_place_of_a_gpu_is_told(monkeypatch: pytest.MonkeyPat
 @pytest.mark.shared_daemon
 def test_a_tenants_endpoint_drains_nothing(daemon: Daemon, engine: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Someone means to drain red, and would stop every tenant of the device."""
-    for command in [("drain",), ("drain", "--exit", "--deadline", "1"), ("undrain",)]:
-        for by in ["option", "variable"]:
-            red = daemon.endpoint("red")
-            monkeypatch.setenv("MEMBROKER_ENDPOINT", str(red) if by == "variable" else "")
-            where = ("--endpoint", str(red)) if by == "option" else ()
-            said = refused(*command, *where)
-            assert f"{red} is the endpoint of one tenant" in said
-            assert said.endswith(f"--endpoint {daemon.admin}")
-            assert not daemon.device().draining
-            engine.do("model.allocate(PAGE).close()")
+    red = daemon.endpoint("red")
+    monkeypatch.setenv("MEMBROKER_ENDPOINT", str(red))
+    for command in [("drain", "--exit", "--deadline", "1"), ("undrain", "--endpoint", str(red))]:
+        said = refused(*command)
+        assert f"{red} is the endpoint of one tenant" in said
+        assert said.endswith(f"--endpoint {daemon.admin}")
+    assert not daemon.device().draining
+    engine.do("model.allocate(PAGE).close()")
 
 
 STOPPED = ("status", "models", "sessions", "segments", "tenants", "processes", "quota list", "drain", "undrain")
@@ -457,17 +377,13 @@ def test_a_stopped_daemon_is_not_gone(daemon: Daemon) -> None:
             _, said = process.communicate(timeout=DEADLINE_SECONDS)
             assert process.returncode == 1
             assert re.search(r"^membroker: the broker at .* does not answer: it is stopped or overloaded", said)
-            assert "kill -CONT" in said
-            assert "gone" not in said
             assert "start" not in said
 
 
 def test_a_dead_daemon_is_not_stopped(daemon: Daemon) -> None:
     daemon.kill()
     for command in STOPPED:
-        said = refused(*command.split(), at=daemon.admin)
-        assert "nobody listens at" in said
-        assert "start one with `membrokerd`" in said
+        assert "start one with `membrokerd`" in refused(*command.split(), at=daemon.admin)
     for option in ((), ("--admin",)):
         assert "the broker is dead and left its socket behind" in refused("status", *option, at=daemon.endpoint("red"))
 
@@ -484,25 +400,6 @@ def test_tenants_with_what_they_use_and_may(daemon: Daemon, engine: Worker) -> N
     ]
     good("quota", "set", "red", "--limit", "64MiB", at=daemon.admin)
     (red,) = [each for each in json.loads(good("tenants", "--json", at=daemon.admin)) if each["name"] == "tenants/red"]
-    sizes = {"used_bytes": 16 * MIB, "limit_bytes": 64 * MIB, "guarantee_bytes": 0, "weight": 1, "waiting_bytes": 0}
-    assert red == {
-        "name": "tenants/red",
-        "books": {"device": {"location": "device", **sizes}},
-        "models": 1,
-        "sessions": 1,
-        "settings": None,
-        "deleting": False,
-    }
-
-
-def test_where_each_user_is_a_tenant_the_list_begins_empty() -> None:
-    """`default_limit` holds for each of them; a user who only looks is listed while it does, with no session."""
-    with running({"tenants": {}, "default_limit": "32MiB"}) as daemon:
-        assert good("tenants", at=daemon.admin) == "no tenant is configured, and no user has a session\n"
-        assert json.loads(good("tenants", "--json", at=daemon.admin)) == []
-        with membroker.connect(daemon.endpoint("default")) as client:
-            kept = client.model("m").allocate("2MiB")
-            (row,) = good("tenants", at=daemon.admin).splitlines()[1:]
-            uid = f"uid-{os.geteuid()}"
-            assert re.split(r"\s{2,}", row) == [uid, "2.0 MiB", "-", "32.0 MiB", "1", "-", "1", "1"]
-            kept.close()
+    assert (red["books"]["device"]["used_bytes"], red["books"]["device"]["limit_bytes"]) == (16 * MIB, 64 * MIB)
+    with running({"tenants": {}, "default_limit": "32MiB"}) as other:  # where each user is a tenant
+        assert good("tenants", at=other.admin) == "no tenant is configured, and no user has a session\n"

@@ -47,19 +47,8 @@ def test_it_asks_until_the_engine_sleeps(daemon: Daemon, engine: Worker) -> None
     assert said.startswith("red/chat: released 96.0 MiB (KV cache 64.0 MiB, weights 32.0 MiB) after ")
     assert said.endswith(" s; weights kept: as asked\n")
     (answer,) = json.loads(done(command(daemon, "sleep", "red/chat", "--json")))
-    assert answer["status"] == {
-        "state": "asleep",
-        "cache_bytes": 64 << 20,
-        "weight_bytes": 32 << 20,
-        "detail": "weights kept: as asked",
-        "idle_ms": None,
-        "asleep_ms": None,
-        "by_itself": False,
-        "cause": "",
-        "needed_bytes": 0,
-        "sleep_took_ms": None,
-        "wake_took_ms": None,
-    }
+    status = answer["status"]
+    assert (status["state"], status["cache_bytes"], status["weight_bytes"]) == ("asleep", 64 << 20, 32 << 20)
     waking = command(daemon, "wake", "chat")
     until(lambda: engine.ask("told[-1]"))
     engine.do("state, detail = 'awake', ''")
