@@ -53,15 +53,6 @@ def test_every_name_is_here() -> None:
     assert [here for _, here, *_ in names if here != "—" and not is_here(here.strip("`"))] == []
 
 
-def test_a_name_that_is_not_here_is_found_out() -> None:
-    """The check fails for a made-up name, method and attribute, and only for those."""
-    assert is_here("AddressRange.base")
-    assert is_here("PrefetchEntry.location")
-    assert not is_here("AddressRange.bottom")
-    assert not is_here("VirtualMemoryPool.defragment")
-    assert not is_here("VirtualMemory")
-
-
 def test_every_row_has_its_test() -> None:
     """When a row is added, renamed or moved, the table of tests must follow. Only rows without behaviour need no
     test.

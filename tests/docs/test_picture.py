@@ -37,7 +37,3 @@ def test_a_box_that_no_row_names_is_seen(
         "ARCHITECTURE.md: membroker.pool is in 2 rows of the tables, and in the picture",
         "ARCHITECTURE.md: membroker.shelf is in 1 rows of the tables, and not in the picture",
     ]
-
-
-def test_arrows_that_a_longer_way_implies_are_left_out() -> None:
-    assert picture.reduced({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"a": {"b"}, "b": {"c"}, "c": set()}

@@ -1,9 +1,8 @@
-"""The page docs/segments.md and its example, run as their readers would run them, against a real daemon."""
+"""The example of docs/segments.md, run as its reader would run it, against a real daemon."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.sizes import MIB
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "segments.md"
 EXAMPLE = ROOT / "examples" / "segments.py"
 
 
@@ -28,22 +26,6 @@ def finish(worker: subprocess.Popen[str]) -> list[str]:
     out, err = worker.communicate(timeout=DEADLINE_SECONDS)
     assert (worker.returncode, err) == (0, "")
     return out.splitlines()
-
-
-def test_every_block_of_the_page_runs(daemon: Daemon) -> None:
-    """One after the other, in one process; at the end nothing is left."""
-    blocks = re.findall(r"^```python run numpy\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
-    lines = finish(start(daemon, "-c", "\n".join(blocks)))
-    assert lines == [
-        f"tenants/red/models/llama-7b/segments/weights {2 * MIB}",
-        "1000 (1000, 64)",
-        "64000.0",
-        "current.version-2",
-        "b'weights'",
-    ]
-    until(lambda: daemon.books().lent_bytes == 0)
-    assert not daemon.sessions()
 
 
 def test_many_start_together_and_one_loads(daemon: Daemon) -> None:

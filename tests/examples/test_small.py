@@ -60,12 +60,6 @@ def test_tensors_within_a_limit(daemon: Daemon) -> None:
         assert line in said
 
 
-def test_each_is_short() -> None:
-    """What one has to read before one writes one's own."""
-    for path in EXAMPLES.glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 60, path.name
-
-
 @pytest.mark.deep
 def test_mypy_accepts_the_examples(tmp_path: Path) -> None:
     mypy = [sys.executable, "-m", "mypy", "--strict", "--ignore-missing-imports", "--cache-dir", tmp_path]

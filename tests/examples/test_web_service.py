@@ -49,27 +49,15 @@ async def served(app: Any) -> AsyncIterator[None]:
 
 async def post(app: Any, path: str) -> tuple[int, Any]:
     """Make a request, and return its status and document."""
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "scheme": "http",
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [],
-    }
+    scope = {"type": "http", "http_version": "1.1", "scheme": "http", "method": "POST", "path": path}
+    scope |= {"asgi": {"version": "3.0"}, "root_path": "", "query_string": b"", "headers": []}
     sent: list[Message] = []
-    body = asyncio.Event()
+    body = [{"type": "http.request", "body": b"", "more_body": False}]
 
     async def receive() -> Message:
-        if not body.is_set():
-            body.set()
-            return {"type": "http.request", "body": b"", "more_body": False}
-        await asyncio.Event().wait()
-        raise AssertionError("nothing more comes")
+        if not body:
+            await asyncio.Event().wait()
+        return body.pop()
 
     async def send(message: Message) -> None:
         sent.append(message)
