@@ -201,35 +201,3 @@ def test_an_engine_ends_whose_session_is_unknown(seed: int, caplog: pytest.LogCa
         assert isinstance(red.error, membroker.ClosedError)
         assert "does not know this session" in caplog.text
         red.error = None
-
-
-def test_a_model_whose_cache_went_with_its_pool_answers_recalls() -> None:
-    """It has other memory. Blue gets its guarantee as that is released, and red may borrow again."""
-    config = {"capacity": 64 * MIB, "tenants": {"red": {}, "blue": {"guarantee": 48 * MIB}}, "recall_seconds": 3600}
-    with running(config) as daemon, membroker.connect(daemon.endpoint()) as red:
-        model = red.model("m", virtual_capacity=64 * MIB)
-        pool, other = model.pool(page_size=PAGE), model.pool(page_size=PAGE)
-        cache = ElasticCache(pool, Layout(pool.base_address, PAGE, 4, [Strided(pool.base_address, PAGE, PAGE)]))
-        pool.close()
-        until(lambda: not any(thread.is_alive() for thread in cache._threads))
-        other.allocate(0, 56 * MIB)
-        with membroker.connect(daemon.endpoint("blue")) as blue, pytest.raises(membroker.OutOfMemory):
-            blue.model("m").allocate(32 * MIB, timeout=2)
-        until(lambda: model.pending_recall is None)
-        other.free(0, PAGE)
-        other.allocate(0, PAGE, timeout=600)  # a moment later: what was kept counts as late at first
-
-
-def test_a_cache_in_a_pool_of_a_shared_pool(daemon: Daemon) -> None:
-    """It stays within the limit of all models, and a model that is unregistered takes the memory of its cache along."""
-    for lender in (membroker.connect(daemon.endpoint()), membroker.LocalSource("host")):
-        with lender, membroker.SharedMemoryPool(lender, 6 * PAGE, page_size=PAGE) as shared:
-            shared.register_model("m", 16 * PAGE)
-            pool = shared.pool("m")
-            layout = Layout(pool.base_address, PAGE, 8, [Strided(pool.base_address, PAGE, PAGE)])
-            with ElasticCache(pool, layout) as cache:
-                assert cache.prepare(6)
-                assert not cache.prepare(7, timeout=0.2)
-                assert shared.global_stats().physical_usage_bytes == 6 * PAGE
-                shared.unregister_model("m")
-            assert shared.global_stats().physical_usage_bytes == 0

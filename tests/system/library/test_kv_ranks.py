@@ -19,12 +19,12 @@ from tests.support.daemons import Daemon, hold_still, running, until
 from tests.support.sizes import MIB
 from tests.support.sleeping import Books, books, command, done, refused
 from tests.support.toy_engine import Request, ToyEngine
-from tests.support.toy_serving import BLOCKS, Urgent, an_engine, step, steps
+from tests.support.toy_serving import BLOCKS, an_engine, step, steps
 from tests.support.workers import PAGE, workers
 
 import membroker
 from membroker.errors import ClosedError
-from membroker.kv import ElasticCache, Layout, Sleeper, Strided, sleeper, state
+from membroker.kv import ElasticCache, Layout, Sleeper, Strided, sleeper
 from membroker.kv.ranks import Ranks
 
 pytestmark = pytest.mark.deep
@@ -184,59 +184,6 @@ def test_two_brokers_recall_at_a_time(start: Start) -> None:
     engine.cache.close()
 
 
-def test_a_recall_that_cannot_be_met_is_answered(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No request can be preempted. A session that does not answer is lent nothing above its guarantee any more."""
-    monkeypatch.setattr(state, "ANSWER_SECONDS", 59.0)  # before the deadline: no busy machine makes it late
-    engine = start({}, {**HALF_FREE, "recall_seconds": 60.0}, preempts=False)
-    engine.toy.add(Request(40, decode_left=1 << 40))
-    engine.until(lambda: engine.toy.running)
-    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
-        (owner,) = owners(engine, stack, engine.daemons[1:])
-        refused = pool.submit(partial(owner.allocate, 48 * MIB, timeout=3.0))
-        engine.until(refused.done)
-        with pytest.raises(membroker.OutOfMemory):
-            refused.result()
-    assert engine.used()[1] >= 40 * MIB
-    engine.toy.add(Request(15))
-    engine.until(lambda: engine.toy.finished)
-    engine.toy.running[0].decode_left = 1
-    engine.until(lambda: engine.toy.finished == 2)
-    engine.cache.close()
-
-
-RECALLED = """
-import time
-class Recall:
-    location, deadline, is_guaranteed = "device", time.monotonic() + 60, False
-    def __init__(self, left): self.left = left
-    @property
-    def remaining(self): return max(0, pool.physical_usage_bytes - self.left)
-    def done(self): answered.append(self.remaining)
-def late(ranges):
-    found = release(ranges)
-    rank._calls["release"] = release
-    rank._forward(Recall(PAGE))
-    return found
-answered, release = [], rank._calls["release"]
-rank._forward(Recall(1 << 40))
-"""
-
-
-def test_a_recall_that_comes_while_a_release_is_answered_keeps_its_own_size(start: Start) -> None:
-    """The answer has what remains of the recall before, which is nothing. All of the new one is released."""
-    engine = start({}, {}, caches=True)
-    engine.toy.add(Request(20, prefix=1))
-    engine.until(lambda: engine.toy.finished)
-    rank = engine.workers[1]
-    rank.do(RECALLED)
-    engine.until(lambda: rank.ask("answered") == [0])
-    rank.do("rank._calls['release'] = late")
-    Urgent(engine.cache, PAGE)
-    engine.until(lambda: len(rank.ask("answered")) == 2)
-    assert rank.ask("answered") == [0, 0]
-    engine.cache.close()
-
-
 def test_nothing_goes_before_the_last_rank_has_passed_the_fence(start: Start) -> None:
     engine = start({}, {})
     engine.toy.make_fence = lambda: Passed(engine.ranks)  # type: ignore[assignment,return-value]
@@ -246,25 +193,6 @@ def test_nothing_goes_before_the_last_rank_has_passed_the_fence(start: Start) ->
     engine.until(lambda: engine.cache.stats().going_bytes and engine.toy.fences[0].looks > 10)
     assert min(engine.used()) >= 20 * MIB
     engine.workers[1].do("passed[0] = 1")
-    engine.until(lambda: engine.used() == [PAGE, PAGE])
-    engine.cache.close()
-
-
-def test_a_rank_that_fails_to_unmap_keeps_no_block_in_use(start: Start) -> None:
-    """The first rank has released a group already. The next request gets memory in both ranks all the same."""
-    engine = start({}, {})
-    engine.toy.add(Request(20))
-    engine.until(lambda: engine.toy.finished)
-    engine.workers[1].do(
-        "def fail(ranges, after): raise membroker.errors.DeviceFailure('munmap')\n"
-        "real, pool.free_ranges = pool.free_ranges, fail"
-    )
-    engine.until(lambda: engine.used()[0] < engine.used()[1])
-    engine.toy.add(Request(20))
-    for _ in range(10):
-        step(engine.cache, engine.toy)
-    engine.workers[1].do("pool.free_ranges = real")
-    engine.until(lambda: engine.toy.finished == 2)
     engine.until(lambda: engine.used() == [PAGE, PAGE])
     engine.cache.close()
 
@@ -306,22 +234,6 @@ def test_nothing_waits_for_a_rank_after_the_close(start: Start) -> None:
         assert all(line._connection.closed for rank in engine.ranks._ranks for line in (rank.ask, rank.tell))
         for worker in engine.workers:
             until(lambda worker=worker: worker.ask("rank._scheduler._connection.closed"))
-
-
-def test_a_stranger_is_refused(start: Start) -> None:
-    """A process without the engine's key cannot speak to a rank, and the rank stays as it is. It has one scheduler."""
-    engine = start({}, {})
-    with pytest.raises(ClosedError, match="a rank of this engine has ended, or another `Ranks` has it"):
-        Ranks([engine.workers[0].ask("rank.address")], PAGE)
-    address = engine.workers[0].ask("Rank(pool, lambda: 0).address")
-    multiprocessing.current_process().authkey = b"another"
-    with pytest.raises(ClosedError):
-        Ranks([address], PAGE)
-    multiprocessing.current_process().authkey = KEY
-    with Ranks([address], PAGE) as ranks:
-        assert ranks.passed() == 0
-    assert engine.used() == [PAGE, PAGE]
-    engine.cache.close()
 
 
 # Sleep
@@ -454,27 +366,6 @@ def test_a_rank_that_uses_weights_wakes_all_and_keeps_them_awake(slept: Callable
     end.touch()
     assert user.result() == "hello"
     one.sleep(1)
-    user.do(f"end = Path({str(end)!r})")
-    user.begin("with rank.awake():\n    end.unlink()\n    until(end.exists)\n    answer = 'done'")
-    until(lambda: not end.exists())
-    one.engine.ranks.close()
-    end.touch()
-    assert user.result() == "done", "the engine has ended before the block"
-
-
-def test_a_rank_that_uses_weights_before_there_is_a_sleeper_is_counted(start: Start) -> None:
-    """Its end does not make up for the next user, which the engine would then not see."""
-    with ExitStack() as stack:
-        engine = start(HOST, HOST)
-        user = engine.workers[1]
-        user.do("before, later = rank.awake(), rank.awake()\nbefore.__enter__()")
-        one = Slept(stack, engine)
-        user.do("before.__exit__(None, None, None)\nlater.__enter__()")
-        assert "is busy" in refused(command(engine.daemons[0], "sleep", "m", "--timeout", "0.5"))
-        user.do("later.__exit__(None, None, None)")
-        one.sleep(0)
-        one.serve()
-        engine.cache.close()
 
 
 def test_no_rank_sleeps_before_the_last_one_has_passed_the_last_step(slept: Callable[..., Slept]) -> None:
