@@ -68,7 +68,7 @@ def test_the_end_of_a_block_leaves_the_model(daemon: Daemon) -> None:
 def test_a_program_changes_the_limit_of_its_model(daemon: Daemon) -> None:
     """For all sessions of the model, and never above what the operator has set."""
     with membroker.connect(daemon.endpoint()) as client, membroker.connect(daemon.endpoint()) as other:
-        model, joined = client.model("m", limit="4MiB"), other.model("m")
+        model, joined = client.model("m", limit="4MiB", virtual_capacity="1GiB"), other.model("m")
         with pytest.raises(membroker.OutOfMemory):
             joined.allocate("6MiB")
         model.limit = "6MiB"
@@ -92,22 +92,11 @@ def test_a_program_changes_the_limit_of_its_model(daemon: Daemon) -> None:
                 model.limit = wrong  # type: ignore[assignment]
         with pytest.raises(membroker.InvalidRequest, match="host"):
             model.host_limit = "2MiB"
-
-
-def test_what_a_model_uses_is_asked_for_by_name(daemon: Daemon) -> None:
-    """Over all its sessions, now and at the most; and a pool's first argument is its addresses."""
-    with membroker.connect(daemon.endpoint()) as client, membroker.connect(daemon.endpoint()) as other:
-        model = client.model("figures", virtual_capacity="1GiB")
-        held = other.model("figures").allocate("6MiB")
-        with model.pool("64MiB", page_size="2MiB") as pool:
-            assert pool.capacity == 64 * MIB
+        with joined.allocate("2MiB"), model.pool("64MiB", page_size="2MiB") as pool:
             pool.allocate(0, "4MiB")
-            assert (model.used_bytes, model.peak_bytes) == (10 * MIB, 10 * MIB)
-        held.close()
+            assert model.used_bytes == 6 * MIB, "of all sessions"
         until(lambda: model.used_bytes == 0)
-        assert model.peak_bytes == 10 * MIB
-        with pytest.raises(membroker.InvalidRequest, match="host"), model.limited("2MiB", "host"):
-            pass
+        assert model.peak_bytes == 6 * MIB
 
 
 @pytest.mark.shared_daemon(False)  # as above

@@ -31,29 +31,23 @@ class TestLife:
                 segment = writer.model("llama").create_segment("weights", "3MiB")
                 assert (segment.name, segment.size, segment.location) == ("weights", 4 * MIB, "device")
                 assert segment.resource_name == "tenants/red/models/llama/segments/weights"
-                assert (segment.writable, segment.closed) == (True, False)
-                assert segment.address % PAGE == 0
                 assert segment.read(0, 4 * MIB) == bytes(4 * MIB)
                 segment.write(4 * MIB - 5, b"hello")
                 segment.view()[:2] = b"hi"
                 (listed,) = reader.segments()
                 assert (listed.state, listed.sessions, listed.writer) == ("writing", 1, writer.session)
                 segment.seal()
-                assert not segment.writable
-                with pytest.raises(membroker.SegmentNotWritable):
-                    segment.write(0, b"x")
-                with pytest.raises(membroker.SegmentNotWritable):
-                    segment.seal()
-
                 attached = reader.attach("weights")
                 assert attached.generation == segment.generation == reader.segments()[0].generation
                 assert attached.address != segment.address
-                assert (attached.size, attached.writable, attached.name) == (4 * MIB, False, "weights")
+                assert attached.size == 4 * MIB
                 assert attached.read(0, 2) + attached.read(4 * MIB - 5, 5) == b"hihello"
-                with pytest.raises(membroker.SegmentNotWritable):
-                    attached.write(0, b"x")
-                with pytest.raises(membroker.SegmentNotWritable):
-                    attached.seal()
+                for one in (segment, attached):
+                    assert not one.writable
+                    with pytest.raises(membroker.SegmentNotWritable):
+                        one.write(0, b"x")
+                    with pytest.raises(membroker.SegmentNotWritable):
+                        one.seal()
                 assert reader.sessions()[0].segments == (segment.resource_name,)
                 assert daemon.books().lent_bytes == 4 * MIB
                 until(lambda: daemon.books().device_used_bytes == 4 * MIB + ANCHOR_BYTES)
@@ -101,8 +95,6 @@ class TestLife:
             segment.close()
         segment.close()
         assert segment.closed
-        assert "closed" in repr(segment)
-        assert (segment.name, segment.size) == ("weights", PAGE)
         for call in (segment.view, segment.seal, segment.index, lambda: segment.read(0, 1), lambda: segment.address):
             with pytest.raises(membroker.ClosedError):
                 call()
@@ -194,25 +186,18 @@ class TestNames:
     def test_by_each_of_its_names(self, client: membroker.Client, model: membroker.Model) -> None:
         """A short name does where it is alone; two models with a segment of one name want the model's too."""
         sealed(model, data=b"m")
-        for name in (
-            "weights",
-            "m/weights",
-            "tenants/red/models/m/segments/weights",
-            "tenants/red/models/-/segments/weights",
-        ):
+        whole = "tenants/red/models/m/segments/weights"
+        for name in ("weights", "m/weights", whole, whole.replace("/m/", "/-/")):
             with client.attach(name, timeout=0) as segment:
-                assert segment.resource_name == "tenants/red/models/m/segments/weights"
+                assert segment.resource_name == whole
         sealed(client.model("n"), data=b"n")
         with pytest.raises(membroker.InvalidRequest, match="m/weights or n/weights") as refused:
             client.attach("weights")
         assert refused.value.reason == "SEGMENT_AMBIGUOUS"
-        with client.attach("n/weights") as segment:
-            assert segment.read(0, 1) == b"n"
         client.delete_segment("m/weights")
         until(lambda: len(client.segments()) == 1)
         with client.attach("weights") as segment:
             assert segment.read(0, 1) == b"n"
-        client.delete_segment("weights")
 
     def test_what_is_not_there(self, client: membroker.Client, model: membroker.Model) -> None:
         """It is said at once, however long one would wait; another tenant's segment is not there either."""
@@ -222,16 +207,6 @@ class TestNames:
                 with pytest.raises(membroker.SegmentNotFound):
                     call(name)
             assert holders(client) == {"weights": 0}
-
-    def test_what_is_not_even_text(self, client: membroker.Client, model: membroker.Model) -> None:
-        names: list[Any] = [3, None, b"m/weights", "w\udce9ights"]
-        for name in names:
-            for call in (client.attach, client.delete_segment, lambda name: model.create_segment(name, 1)):
-                with pytest.raises(membroker.InvalidRequest):
-                    call(name)
-            # Without a name it takes the one that `membroker run --model` has set. Here that variable is missing.
-            with pytest.raises(membroker.InvalidRequest):
-                client.model(name)
 
 
 class TestWaiting:
@@ -254,8 +229,6 @@ class TestWaiting:
 
     @one_transport
     def test_for_a_time(self, client: membroker.Client, model: membroker.Model) -> None:
-        """At most a day."""
-        model.create_segment("other", 1)
         segment = model.create_segment("weights", 1)
         for timeout in (0, 0.2):
             began = time.monotonic()
@@ -264,9 +237,8 @@ class TestWaiting:
             assert timeout <= time.monotonic() - began
             assert isinstance(refused.value, TimeoutError)
         segment.seal()
-        for timeout in (0, 24 * 3600):
-            client.attach("weights", timeout=timeout).close()
-        wrong: list[Any] = [-1, -1e-9, float("nan"), float("inf"), 24 * 3600 + 1, "5", None]
+        client.attach("weights", timeout=0).close()
+        wrong: list[Any] = [-1e-9, float("nan"), 24 * 3600 + 1, "5", None]
         for timeout in wrong:
             with pytest.raises(membroker.InvalidRequest, match="timeout"):
                 client.attach("weights", timeout=timeout)

@@ -24,23 +24,6 @@ WEIGHTS = {
     "nothing": np.empty((0, 7), dtype=np.uint8),
 }
 
-BEHIND_THE_END = b'{"a":{"dtype":"U8","shape":[2097152],"data_offsets":[0,2097152]}}'
-HOSTILE: dict[str, tuple[int, bytes, str]] = {
-    "all-ones": (18 * MIB, b"\xff" * 8, "more than 16777216"),
-    "too-long": (18 * MIB, (16 * MIB + 1).to_bytes(8, "little") + b"{" * 64, "more than 16777216"),
-    "deep": (18 * MIB, (16 * MIB).to_bytes(8, "little") + b'{"a":' + b"[" * (16 * MIB - 5), "nested too deeply"),
-    "longer-than-its-segment": (PAGE, (3 * MIB).to_bytes(8, "little"), " 2097144 "),
-    "behind-the-end": (PAGE, len(BEHIND_THE_END).to_bytes(8, "little") + BEHIND_THE_END, " 2097152"),
-}
-"""Sizes of segments with their first bytes, and what is said of them. `tests/client/test_safetensors.py` has more."""
-
-
-def sizes_read(segment: membroker.Segment, patch: pytest.MonkeyPatch) -> list[int]:
-    """Return how many bytes each call of `read` copies from now on."""
-    read, sizes = segment.read, [0]
-    patch.setattr(segment, "read", lambda offset, size: sizes.append(size) or read(offset, size))
-    return sizes
-
 
 @one_transport
 class TestTensors:
@@ -50,15 +33,12 @@ class TestTensors:
             assert not published.writable
             attached = client.attach("weights")
         index = attached.index()
-        assert set(index) == set(WEIGHTS)
         assert index.metadata == {"step": "7"}
-        assert index.size <= attached.size
         arrays = attached.tensors()
         for name, array in WEIGHTS.items():
             assert (arrays[name].dtype, arrays[name].shape) == (array.dtype, array.shape)
             assert np.array_equal(arrays[name], array)
             assert not arrays[name].flags.writeable
-            assert (index[name].dtype, index[name].size) != ("", None)
         place = arrays["layer.weight"].__array_interface__["data"][0]
         assert place == attached.address + index["layer.weight"].offset
         attached.close()
@@ -133,21 +113,22 @@ class TestTensors:
         self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The first bytes are another process's: whatever they say, it is refused in words, and no more than the
-        longest header is copied.
+        longest header is copied. `tests/client/test_safetensors.py` has more of them.
         """
-        for name, (size, start, says) in HOSTILE.items():
-            sealed(model, name, size, start)
+        longest = 16 * MIB
+        sizes = [0]
+        behind_the_end = b'{"a":{"dtype":"U8","shape":[2097152],"data_offsets":[0,2097152]}}'
+        for name, size, length, start, says in (
+            ("too-long", 18 * MIB, longest + 1, b"{" * 64, "more than 16777216"),
+            ("deep", 18 * MIB, longest, b'{"a":' + b"[" * (longest - 5), "nested too deeply"),
+            ("longer-than-its-segment", PAGE, 3 * MIB, b"", " 2097144 "),
+            ("behind-the-end", PAGE, len(behind_the_end), behind_the_end, " 2097152"),
+        ):
+            sealed(model, name, size, length.to_bytes(8, "little") + start)
             with client.attach(name) as segment, monkeypatch.context() as patch:
-                sizes = sizes_read(segment, patch)
-                for call in (segment.index, segment.tensors):
-                    with pytest.raises(InvalidTensorIndex, match=says):
-                        call()
-                assert max(sizes) <= 8 + 16 * MIB
+                read = segment.read
+                patch.setattr(segment, "read", lambda at, size, read=read: sizes.append(size) or read(at, size))
+                with pytest.raises(InvalidTensorIndex, match=says):
+                    segment.tensors()
+        assert max(sizes) <= 8 + longest
         assert mapped_extents() == 0
-
-    def test_the_longest_header(self, client: membroker.Client, model: membroker.Model) -> None:
-        """A header of exactly 16 MiB is read; so much is needed by some 160,000 tensors."""
-        header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.ljust(16 * MIB)
-        sealed(model, size=18 * MIB, data=len(header).to_bytes(8, "little") + header + b"\7")
-        with client.attach("weights") as segment:
-            assert segment.tensors()["a"].tolist() == [7]

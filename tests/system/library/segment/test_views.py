@@ -22,10 +22,14 @@ from membroker.v1.handoff_pb2 import Frame
 class TestArguments:
     def test_refused(self, daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
         """Whatever is refused, nothing is charged, and the exception has the numbers."""
-        sizes: list[Any] = [0, -1, 2**63 - 1, 2**63, "0", "everything", None]
-        for size in sizes:
+        wrong: list[Any] = [0, -1, 2**63, "everything", None]
+        for size in wrong:
             with pytest.raises(membroker.InvalidRequest):
                 model.create_segment("weights", size)
+        for name in (3, None, b"m/weights", "w\udce9ights"):
+            for call in (client.attach, client.delete_segment, lambda name: model.create_segment(name, 1)):
+                with pytest.raises(membroker.InvalidRequest):
+                    call(name)
         with pytest.raises(membroker.OutOfMemory) as refused:
             model.create_segment("weights", "257MiB")
         assert (refused.value.level, refused.value.requested_bytes) == ("capacity", 258 * MIB)
@@ -46,25 +50,21 @@ class TestArguments:
 
     def test_ranges(self, client: membroker.Client, model: membroker.Model) -> None:
         """The last byte is one of its bytes, and no bytes at all can be read and written anywhere."""
-        segment, buffer = model.create_segment("weights", 1), model.allocate(1)
-        outside = [(-1, 1), (0, -1), (0, PAGE + 1), (PAGE, 1), (PAGE + 1, 0), (1, PAGE), (2**64 - 1, 2)]
-        for offset, size in [*outside, (2**63 - 1, 2**63 - 1)]:
-            with pytest.raises(membroker.InvalidRequest):
-                segment.read(offset, size)
-            if 0 <= size <= 2 * PAGE:
-                with pytest.raises(membroker.InvalidRequest):
-                    segment.write(offset, bytes(size))
-        wrong: list[tuple[Any, Any]] = [(0.0, 1), (0, 1.0), ("0", 1), (0, "1KiB"), (None, 1), (True, 1)]
+        segment = model.create_segment("weights", 1)
+        wrong: list[tuple[Any, Any]] = [(0.0, 1), (0, 1.0), ("0", 1), (None, 1), (True, 1), (0, -1)]
         for no_offset, no_size in wrong:
-            for call in (segment.read, segment.span, buffer.span):
+            for call in (segment.read, segment.span):
                 with pytest.raises(membroker.InvalidRequest):
                     call(no_offset, no_size)
+        for offset, size in ((-1, 1), (0, PAGE + 1), (PAGE, 1), (PAGE + 1, 0), (1, PAGE), (2**64 - 1, 2)):
+            with pytest.raises(membroker.InvalidRequest):
+                segment.read(offset, size)
+            with pytest.raises(membroker.InvalidRequest):
+                segment.write(offset, bytes(size))
         segment.write(PAGE - 1, b"z")
         assert segment.read(PAGE - 1, 1) == b"z"
-        assert len(segment.read(0, PAGE)) == PAGE
-        for offset in (0, 1, PAGE):
-            segment.write(offset, b"")
-            assert segment.read(offset, 0) == b""
+        segment.write(PAGE, b"")
+        assert segment.read(PAGE, 0) == b""
 
     def test_anything_with_bytes(self, client: membroker.Client, model: membroker.Model) -> None:
         segment = model.create_segment("weights", 1)
@@ -87,11 +87,8 @@ class TestArguments:
             told.append((done, total))
 
         segment = model.create_segment("weights", 2 * PAGE)
-        segment.write(0, bytes(3 * MIB), tell)
-        assert told == [(3 * MIB, 3 * MIB)]
         monkeypatch.setattr(segment_module, "CHUNK_BYTES", MIB)
         data = bytes(range(256)) * (5 * MIB // 512)
-        told.clear()
         segment.write(1, data, tell)
         assert told == [(done, len(data)) for done in (MIB, 2 * MIB, len(data))]
         assert segment.read(1, len(data)) == data
