@@ -22,18 +22,3 @@ def test_a_stale_picture_is_seen_and_drawn(
     assert picture.main([]) == 0
     assert stale.read_text() == page
     assert picture.main(["--check"]) == 0
-
-
-def test_a_box_that_no_row_names_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A reader looks a box of the picture up in the tables."""
-    page = tmp_path / "ARCHITECTURE.md"
-    page.write_text(picture.PAGE.read_text().replace("| `views`, `dlpack`,", "| `views`, `shelf`, `pool`,"))
-    monkeypatch.setattr(picture, "PAGE", page)
-    assert picture.main(["--check"]) == 1
-    assert capsys.readouterr().out.splitlines() == [
-        "ARCHITECTURE.md: membroker.dlpack is in 0 rows of the tables, and in the picture",
-        "ARCHITECTURE.md: membroker.pool is in 2 rows of the tables, and in the picture",
-        "ARCHITECTURE.md: membroker.shelf is in 1 rows of the tables, and not in the picture",
-    ]

@@ -16,24 +16,15 @@ def check(*arguments: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_banned_word_is_found_with_its_line(tmp_path: Path) -> None:
-    """Somebody writes a page in the old style. Each sentence is reported once, with what to write instead."""
-    page = tmp_path / "page.md"
-    page.write_text(
-        "A worker holds it.\nWho holds it gives it back.\nThat is none.\nOn the card, it runs.\nAsk whoever came.\n"
-    )
+    """Each sentence is reported once, with what to write instead; and a line that is too long, but not of a table."""
+    page, long = tmp_path / "page.md", "x" * 121
+    page.write_text(f"A worker holds it.\nWho holds it gives it back.\nOn the card, it runs.\n| {long} |\n{long}\n")
     done = check(page)
     assert done.returncode == 1
     found = [line.removeprefix(f"{page}:").split(": ")[:2] for line in done.stdout.splitlines()]
-    assert found == [["2", "'Who holds'"], ["3", "'is none'"], ["4", "'card'"], ["5", "'whoever'"]]
+    assert [number for number, _ in found] == ["2", "3", "5"]
+    assert [words for _, words in found[:2]] == ["'Who holds'", "'card'"]
     assert "GPU" in done.stdout
-
-
-def test_a_long_line_of_a_page_is_found(tmp_path: Path) -> None:
-    """Not of a table, and not of code."""
-    page, long = tmp_path / "page.md", "x" * 121
-    page.write_text(f"{long[1:]}\n{long}\n| {long} |\n```\n{long}\n```\n- {long}\n")
-    numbers = [line.removeprefix(f"{page}:").partition(":")[0] for line in check(page).stdout.splitlines()]
-    assert numbers == ["2", "7"]
 
 
 def test_of_a_program_only_the_text_is_checked(tmp_path: Path) -> None:

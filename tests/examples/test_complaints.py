@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.examples.conftest import EXAMPLES
 from tests.support.daemons import Daemon
 from tests.support.template import run as run_python
 
@@ -14,7 +15,6 @@ from membroker.v1 import admin_pb2
 
 pytestmark = [pytest.mark.deep, pytest.mark.shared_daemon]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS = {"growable_numpy.py": "numpy", "sparse_numpy.py": "numpy"}
 
 

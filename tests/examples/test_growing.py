@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
-from tests.support.daemons import Daemon, until
-from tests.support.template import run as run_python
+from tests.examples.conftest import Run
 
 pytestmark = pytest.mark.shared_daemon
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
-
-def run(daemon: Daemon, name: str) -> list[str]:
-    """Run an example, and return the lines that it wrote; it ends well, without a complaint, and holds nothing."""
-    environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
-    command = ["-W", "error::ResourceWarning", str(EXAMPLES / name)]
-    done = run_python(command, imports=["torch"] if "torch" in name else [], env=environment)
-    assert (done.returncode, done.stderr) == (0, "")
-    until(lambda: not daemon.sessions() and daemon.books().lent_bytes == 0)
-    return done.stdout.splitlines()
-
-
-def test_a_column_that_grows(daemon: Daemon) -> None:
+def test_a_column_that_grows(run: Run) -> None:
     """Two million measurements in whole pages; what was made first stays valid, and at the end one page is left."""
     pytest.importorskip("numpy")
-    counted, mean, kept = run(daemon, "growable_numpy.py")
+    counted, mean, kept = run("growable_numpy.py")
     assert counted == "2000000 measurements in 16000000 bytes; 16777216 are charged"
     assert mean.startswith(("their mean is 0.00", "their mean is -0.00"))
     assert mean.endswith("the first array is still valid: True")
@@ -36,20 +20,20 @@ def test_a_column_that_grows(daemon: Daemon) -> None:
 
 
 @pytest.mark.deep
-def test_a_conversation_that_grows(daemon: Daemon) -> None:
+def test_a_conversation_that_grows(run: Run) -> None:
     """Its beginning is never moved, and what it releases is charged no more."""
     pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
-    assert run(daemon, "growable_torch.py") == [
+    assert run("growable_torch.py") == [
         "2200 tokens, 6 MiB are charged",
         "the prompt's entries are where they were: True",
         "1000 tokens, 2 MiB are charged",
     ]
 
 
-def test_a_table_of_a_terabyte(daemon: Daemon) -> None:
+def test_a_table_of_a_terabyte(run: Run) -> None:
     """A tebibyte of addresses on a broker of 256 MiB: only the ids that came have memory."""
     pytest.importorskip("numpy")
-    table, found, stranger, first, left = run(daemon, "sparse_numpy.py")
+    table, found, stranger, first, left = run("sparse_numpy.py")
     tiles = int(table.split(": ")[1].split(" of ")[0])
     assert table == f"a table of 1024 GiB: {tiles} of 524288 tiles have memory"
     assert 12 <= tiles <= 24
@@ -58,10 +42,10 @@ def test_a_table_of_a_terabyte(daemon: Daemon) -> None:
     assert left == f"dropped it: {2 * (tiles - 1)} MiB are charged"
 
 
-def test_a_paged_cache(daemon: Daemon) -> None:
+def test_a_paged_cache(run: Run) -> None:
     """Two requests fit, the third when the first has ended; and it finds nothing of what was there before."""
     pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
-    assert run(daemon, "sparse_torch.py") == [
+    assert run("sparse_torch.py") == [
         "two requests on cpu: 32 MiB",
         "a third is refused: 16 MiB asked",
         "the first has ended: the third gets blocks [0, 1, 2, 3]; they begin as zeros: True; "

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.daemons import Daemon, running, until
-from tests.support.template import run as run_python
+from tests.examples.conftest import EXAMPLES, Run
+from tests.support.daemons import Daemon, running
 
 from membroker.safetensors import write_index
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
 LEAST_SCORE = 0.95
 """Of the public names, how many a type checker is to know the types of."""
 
@@ -28,26 +27,16 @@ def daemon() -> Iterator[Daemon]:
         yield one
 
 
-def run(daemon: Daemon, name: str, *arguments: str, imports: list[str] | None = None) -> str:
-    """Run an example, and return what it wrote; it ends well, without a complaint, and leaves nothing."""
-    environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
-    done = run_python([str(EXAMPLES / name), *arguments], imports=imports or [], env=environment)
-    assert (done.returncode, done.stderr) == (0, "")
-    until(lambda: not daemon.sessions() and not any(books.lent_bytes for books in daemon.device().locations))
-    return done.stdout
-
-
-def test_a_version_takes_over(daemon: Daemon, tmp_path: Path) -> None:
+def test_a_version_takes_over(run: Run, tmp_path: Path) -> None:
     header, index = write_index({"a": ("F32", (3,)), "b": ("U8", (5,))})
     (tmp_path / "model.safetensors").write_bytes(header + bytes(index.size - len(header)))
-    assert run(daemon, "reload.py", str(tmp_path)) == (
-        "loaded 17 bytes\ncurrent.version-1 has 2 tensors\nthen current.version-2\n"
-    )
+    said = run("reload.py", str(tmp_path))
+    assert said == ["loaded 17 bytes", "current.version-1 has 2 tensors", "then current.version-2"]
 
 
-def test_tensors_within_a_limit(daemon: Daemon) -> None:
+def test_tensors_within_a_limit(run: Run) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
-    said = run(daemon, "tensors.py", imports=["torch"])
+    said = "\n".join(run("tensors.py"))
     for line in (
         "one tensor: 4 MiB",
         "four in a pool: 8 MiB",
@@ -67,39 +56,26 @@ def test_mypy_accepts_the_examples(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-class TestPyright:
-    """As a program's author has it: the library is installed, and another checker than ours reads it."""
+@pytest.mark.deep
+def test_pyright_accepts_the_examples_and_knows_the_types_of_the_library(tmp_path: Path) -> None:
+    """As a program's author has it: the library is installed, as a copy, and another checker than ours reads it."""
+    pytest.importorskip("pyright", reason="pyright is not installed here: pip install 'pyright[nodejs]'")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (site,) = tmp_path.glob("venv/lib/python3*/site-packages")
+    shutil.copytree(ROOT / "client" / "membroker", site / "membroker", ignore=shutil.ignore_patterns("__pycache__"))
+    (site / "more.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    settings = {"venvPath": ".", "venv": "venv", "reportMissingImports": False, "include": ["examples"]}  # transformers
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    environment = {**os.environ, "PATH": f"{tmp_path}/venv/bin:{os.environ['PATH']}"}
 
-    pytestmark = pytest.mark.deep
-
-    @pytest.fixture
-    def place(self, tmp_path: Path) -> Path:
-        """A directory whose environment has the library, as a copy, and what it needs."""
-        pytest.importorskip("pyright", reason="pyright is not installed here: pip install 'pyright[nodejs]'")
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
-        (site,) = tmp_path.glob("venv/lib/python3*/site-packages")
-        shutil.copytree(ROOT / "client" / "membroker", site / "membroker", ignore=shutil.ignore_patterns("__pycache__"))
-        (site / "more.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-        shutil.copytree(EXAMPLES, tmp_path / "examples")
-        settings = {
-            "venvPath": ".",
-            "venv": "venv",
-            "reportMissingImports": False,
-            "include": ["examples"],
-        }  # transformers
-        (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
-        return tmp_path
-
-    def pyright(self, place: Path, *arguments: str) -> str:
+    def pyright(*arguments: str) -> str:
         command = [sys.executable, "-m", "pyright", *arguments]
-        environment = {**os.environ, "PATH": f"{place}/venv/bin:{os.environ['PATH']}"}
-        done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
-        return done.stdout
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        ).stdout
 
-    def test_it_accepts_the_examples(self, place: Path) -> None:
-        said = self.pyright(place)
-        assert "0 errors" in said, said
-
-    def test_it_knows_the_types_of_the_library(self, place: Path) -> None:
-        said = json.loads(self.pyright(place, "--ignoreexternal", "--outputjson", "--verifytypes", "membroker"))
-        assert said["typeCompleteness"]["completenessScore"] > LEAST_SCORE
+    said = pyright()
+    assert "0 errors" in said, said
+    types = json.loads(pyright("--ignoreexternal", "--outputjson", "--verifytypes", "membroker"))
+    assert types["typeCompleteness"]["completenessScore"] > LEAST_SCORE

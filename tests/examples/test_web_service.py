@@ -14,8 +14,6 @@ from tests.docs.test_docs import BLOCK
 from tests.support.daemons import DEADLINE_SECONDS, running
 from tests.support.sizes import MIB
 
-import membroker
-
 PAGE = Path(__file__).parents[2] / "docs" / "web-service.md"
 CAPACITY = 128 * MIB
 Message = MutableMapping[str, Any]
@@ -78,23 +76,3 @@ def test_forty_requests_at_once(app: Any, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv("MEMBROKER_ENDPOINT", str(daemon.endpoint()))
         asyncio.run(asyncio.wait_for(main(), DEADLINE_SECONDS))
         assert daemon.books().lent_bytes == 0
-
-
-def test_a_server_that_stops(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requests wait for memory that does not come, and are cancelled: it stops at once, and nothing is left."""
-
-    async def main(held: membroker.Buffer) -> None:
-        async with served(app):
-            requests = [asyncio.create_task(post(app, "/work")) for _ in range(40)]
-            await asyncio.sleep(0)
-            for request in requests:
-                request.cancel()
-            outcomes = await asyncio.gather(*requests, return_exceptions=True)
-            assert {type(outcome) for outcome in outcomes} == {asyncio.CancelledError}
-        assert not held.closed
-
-    with running({"capacity": CAPACITY}) as daemon, membroker.connect(daemon.endpoint()) as other:
-        monkeypatch.setenv("MEMBROKER_ENDPOINT", str(daemon.endpoint()))
-        with other.model("other").allocate(CAPACITY) as held:
-            asyncio.run(asyncio.wait_for(main(held), DEADLINE_SECONDS))
-            assert daemon.books().lent_bytes == CAPACITY

@@ -9,11 +9,7 @@ import pytest
 from tests.support.daemons import Daemon, until
 from tests.support.fake_broker import Caller
 from tests.support.garbage import collect
-from tests.support.processes import (
-    descriptors,
-    is_settled,
-    mapped_extents,
-)
+from tests.support.processes import descriptors, is_settled, mapped_extents
 from tests.support.segments import one_transport
 from tests.support.sizes import MIB, PAGE
 from tests.support.workers import worker

@@ -8,13 +8,7 @@ import struct
 import pytest
 from tests.support.daemons import Daemon, hold_still, running, until
 from tests.support.fake_broker import Caller
-from tests.support.processes import (
-    ends,
-    heard,
-    is_settled,
-    mapped_extents,
-    worker,
-)
+from tests.support.processes import ends, heard, is_settled, mapped_extents, worker
 from tests.support.segments import one_transport
 from tests.support.sizes import PAGE
 

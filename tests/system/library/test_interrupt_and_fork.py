@@ -8,15 +8,7 @@ import threading
 import pytest
 from tests.support.daemons import Daemon, until
 from tests.support.fake_broker import Caller
-from tests.support.processes import (
-    ends,
-    heard,
-    is_settled,
-    is_waiting,
-    mapped_extents,
-    tell,
-    worker,
-)
+from tests.support.processes import ends, heard, is_settled, is_waiting, mapped_extents, tell, worker
 from tests.support.segments import one_transport
 from tests.support.sizes import PAGE
 

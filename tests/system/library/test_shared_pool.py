@@ -16,14 +16,7 @@ from tests.support.sizes import MIB
 
 import membroker
 from membroker import SharedMemoryPool
-from membroker.errors import (
-    ClosedError,
-    DeviceFailure,
-    InvalidPageSize,
-    InvalidRequest,
-    ModelNotFound,
-    OutOfMemory,
-)
+from membroker.errors import ClosedError, DeviceFailure, InvalidPageSize, InvalidRequest, ModelNotFound, OutOfMemory
 from membroker.types import GlobalMemoryStats
 
 

@@ -6,11 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.support.daemons import Daemon, running, until
-from tests.support.processes import (
-    is_settled,
-    mapped_extents,
-    open_extents,
-)
+from tests.support.processes import is_settled, mapped_extents, open_extents
 
 import membroker
 from membroker.v1 import broker_pb2, resources_pb2

@@ -9,14 +9,7 @@ import pytest
 from tests.support.daemons import Daemon, running, until
 from tests.support.driver_errors import named
 from tests.support.fake_broker import Caller
-from tests.support.processes import (
-    ends,
-    heard,
-    is_settled,
-    mapped_extents,
-    open_extents,
-    worker,
-)
+from tests.support.processes import ends, heard, is_settled, mapped_extents, open_extents, worker
 from tests.support.segments import SickDriver, holders, one_transport, sealed
 from tests.support.sizes import GIB, PAGE
 from tests.support.threads import together

@@ -6,14 +6,7 @@ import signal
 
 import pytest
 from tests.support.daemons import Daemon, until
-from tests.support.processes import (
-    ends,
-    heard,
-    is_settled,
-    is_waiting,
-    tell,
-    worker,
-)
+from tests.support.processes import ends, heard, is_settled, is_waiting, tell, worker
 from tests.support.segments import holders, one_transport
 from tests.support.sizes import PAGE
 

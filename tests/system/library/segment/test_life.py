@@ -10,10 +10,7 @@ import pytest
 from tests.support.daemons import Daemon, until
 from tests.support.fake_broker import Caller
 from tests.support.garbage import collect
-from tests.support.processes import (
-    is_settled,
-    mapped_extents,
-)
+from tests.support.processes import is_settled, mapped_extents
 from tests.support.segments import holders, one_transport, protections, sealed
 from tests.support.sizes import MIB, PAGE
 from tests.support.workers import workers

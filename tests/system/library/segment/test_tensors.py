@@ -5,10 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.support.daemons import Daemon, until
-from tests.support.processes import (
-    is_settled,
-    mapped_extents,
-)
+from tests.support.processes import is_settled, mapped_extents
 from tests.support.segments import SickDriver, holders, one_transport, sealed
 from tests.support.sizes import MIB, PAGE
 

@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.daemons import Daemon, until
-from tests.support.processes import (
-    is_settled,
-)
+from tests.support.processes import is_settled
 from tests.support.segments import holders, one_transport, sealed
 from tests.support.sizes import MIB, PAGE
 
