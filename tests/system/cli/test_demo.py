@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -13,12 +12,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, running
-from tests.support.template import PythonProcess
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.template import run as run_python
 
 from membroker.cli.demo import processes as demo_processes
@@ -48,22 +45,6 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert left == ([], [])
 
 
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fork the demo's daemons and workers from the tests' template, which is faster. At the end none is left."""
-    started: list[PythonProcess] = []
-
-    def start(command: list[str], *, start_new_session: bool, **options: Any) -> PythonProcess:
-        started.append(PythonProcess(command[1:], **options))
-        return started[-1]
-
-    same = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "TimeoutExpired")}
-    names = SimpleNamespace(Popen=start, **same)
-    monkeypatch.setattr(demo_processes, "subprocess", names)
-    yield
-    assert [one.pid for one in started if one.poll() is None] == []
-
-
 def processes_of(directory: Path) -> list[str]:
     """Return the command lines of the processes, but this one, that have a directory in their environment."""
     found = []
@@ -81,12 +62,8 @@ def test_it_proves_what_it_says() -> None:
     done = subprocess.run([sys.executable, "-c", PATIENT], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     out = " ".join(done.stdout.split())
-    assert "have mapped 128.0 MiB, but only 64.0 MiB are charged and in use on the device." in out
-    titles = ("Sharing:", "Trade:", "Burst:", "Refusal:", "Death: a broker", "Death: a worker", "Sleep:")
+    titles = ("Sharing:", "Trade:", "Burst:", "Refusal:", "Death: a broker", "Death: a worker", "Sleep:", "Proved:")
     assert sorted(titles, key=out.index) == list(titles)
-    burst = re.search(r"red gets 64.0 MiB after (\d+) ms\. No request was refused\.", out)
-    assert burst is not None, out
-    assert f"A lent guarantee of 64.0 MiB came back in {burst[1]} ms without a refusal" in out
     said = re.search(
         r"For (\d+) ms no broker ran: in that time red computed (\d+) rounds, blue (\d+)\..* and (\d+) ms after", out
     )
@@ -96,8 +73,6 @@ def test_it_proves_what_it_says() -> None:
     # Half of the pause before a successor is started: so long there was surely none.
     assert min(without, away) > demo_processes.RESTART_SECONDS * 500
     assert "right to the byte: red holds 80.0 MiB, blue 144.0 MiB" in out
-    assert "Proved: 64.0 MiB of weights were mapped by two workers and charged once. " in out
-    assert f"While the broker was dead, the workers computed {red + blue} rounds," in out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -111,20 +86,6 @@ def test_a_signal_ends_it_in_order(place: Path, number: signal.Signals) -> None:
         os.killpg(process.pid, number)
         _, complaint = process.communicate(timeout=DEADLINE_SECONDS)
     assert (process.returncode, complaint) == (128 + number, "")
-
-
-def test_a_worker_whose_demo_has_left_ends_without_a_word() -> None:
-    """Ctrl-C while it does what it was told: there is nobody to answer."""
-    with running() as daemon:
-        environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
-        command = [sys.executable, "-m", "membroker.cli.demo.worker", "chat", "1GiB", ""]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen(command, env=environment, text=True, **pipes) as worker:  # type: ignore[call-overload]
-            assert json.loads(worker.stdout.readline()) == {"ready": True}
-            worker.stdout.close()
-            worker.stdin.write('{"do": "held"}\n')
-            worker.stdin.close()
-            assert (worker.stderr.read(), worker.wait(DEADLINE_SECONDS)) == ("", 0)
 
 
 SCENES = {"_sharing", "_trade", "_burst", "_refusal", "_death_of_the_broker", "_death", "_sleep", "_scrape"}
@@ -146,11 +107,8 @@ def test_it_fails_where_a_claim_does_not_hold(
     said: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
 ) -> None:
-    """One scene alone is played, and the worker chat says something untrue: it is noticed."""
-    if scene != "_burst":
-        request.getfixturevalue("forked")
+    """One scene alone is played, and a worker says something untrue: it is noticed."""
     for name in SCENES - {scene}:
         told = (0, 0) if name == "_death_of_the_broker" else 0
         monkeypatch.setattr(demo, name, lambda *_, told=told: told)
@@ -158,10 +116,10 @@ def test_it_fails_where_a_claim_does_not_hold(
 
     def lies(worker: demo.DemoWorker, do: str, **more: Any) -> dict[str, Any]:
         answer = tell(worker, do, **more)
-        if do != order or lied:
-            return answer
-        lied.append(worker.model)
-        return answer | lie
+        if do == order and not lied:
+            lied.append(worker.model)
+            answer |= lie
+        return answer
 
     monkeypatch.setattr(demo.DemoWorker, "tell", lies)
     monkeypatch.setattr(demo, "BURST_SECONDS", PATIENT_SECONDS)

@@ -333,18 +333,11 @@ def test_a_door_that_is_taken_is_said_before_anything_starts(daemon: Daemon) -> 
 
 
 def test_it_sleeps_for_others_when_it_is_idle_as_engines_do() -> None:
-    """`idle_sleep_seconds`: the broker asks by itself, and does not let it sleep while somebody is there."""
-    with (
-        guests(idle_sleep_seconds=0.1, idle_sleep="always") as daemon,
-        Guest(daemon, "one", has_door=True) as one,
-    ):
+    """`idle_sleep_seconds`: the broker asks by itself."""
+    with guests(idle_sleep_seconds=0.1, idle_sleep="always") as daemon, Guest(daemon, "one", has_door=True) as one:
         one.ready()
         until(lambda: one.held() == 0)
         until(lambda: daemon.models()[0].asleep_by_itself)
-        with Guest(daemon, "two") as two:  # it has no door, so it always wants to run
-            two.ready()
-            two.is_right()
-            assert two.end() == 7
 
 
 # --- what operators see ---

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,7 +22,6 @@ from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running,
 from tests.support.raw import Session
 from tests.support.sizes import MIB
 from tests.support.template import PythonProcess
-from tests.support.terminal import Terminal
 from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, is_gone, worker
 
 import membroker
@@ -74,9 +72,7 @@ def stopped(daemon: Daemon) -> Iterator[tuple[Worker, str]]:
 def test_the_bytes_of_a_forgotten_session(daemon: Daemon, stopped: tuple[Worker, str]) -> None:
     """An engine hangs, and the daemon was restarted: nobody knows whether it comes back. The operator decides."""
     hung, name = stopped
-    said = good("forget", name, at=daemon.admin)
-    assert f"{name} of red is forgotten: 192.0 MiB are no longer charged" in said
-    assert f"memory that its process {hung.pid} still has mapped counts as unaccounted" in said
+    assert f"{name} of red is forgotten: 192.0 MiB are no longer charged" in good("forget", name, at=daemon.admin)
     assert daemon.books().lent_bytes == 0
     until(lambda: daemon.books().unaccounted_bytes == 192 * MIB)
     # Why the operator should rather have ended it: it has the memory still, and comes back to a broker without it.
@@ -244,13 +240,9 @@ def test_the_log_says_which_process_ordered_what(daemon: Daemon) -> None:
         assert setting.wait(DEADLINE_SECONDS) == 0
     run("forget", "sessions/1", at=daemon.admin)
     until(lambda: "ForgetSession" in daemon.log())
-    lines = [line for line in daemon.log().splitlines() if "an operator's call" in line and " INFO " in line]
-    assert len(lines) == 2
-    assert "method=SetQuota" in lines[0]
-    assert "tenants/red" in lines[0]
-    assert f"result=OK by_uid={os.geteuid()} by_pid={setting.pid}" in lines[0]
-    assert "method=ForgetSession" in lines[1]
-    assert "result=SESSION_NOT_DETACHED" in lines[1]
+    quota, forget = [line for line in daemon.log().splitlines() if "an operator's call" in line and " INFO " in line]
+    assert re.search(rf"method=SetQuota .*tenants/red.*result=OK by_uid={os.geteuid()} by_pid={setting.pid}", quota)
+    assert re.search(r"method=ForgetSession .*result=SESSION_NOT_DETACHED", forget)
 
 
 def test_a_quota_that_is_only_tried(daemon: Daemon) -> None:
@@ -316,17 +308,11 @@ def test_a_full_disk_is_told(daemon: Daemon, engine: Worker) -> None:
         "        refused = error\n"
     )
     assert engine.ask("refused.reason") == "JOURNAL_FULL"
-    assert re.search(
-        r"lending +no: its journal cannot be written, see `membroker doctor`", good("status", at=daemon.admin)
-    )
-    assert json.loads(good("status", "--json", at=daemon.admin))["journal_full"] is True
+    assert "no: its journal cannot be written, see `membroker doctor`" in good("status", at=daemon.admin)
     for endpoint in (daemon.admin, daemon.endpoint("red")):
         status, out, _ = run("doctor", at=endpoint)
         assert status == 1
         assert re.search(r"^fail  broker: .*journal.*\n +make room on the disk .*`df -h", out, re.MULTILINE)
-    live = [*COMMAND, "top", "--interval", "0.1", "--endpoint", str(daemon.root)]
-    with closing(Terminal(live, {**os.environ, "TERM": "screen"}, columns=150)) as terminal:
-        until(lambda: terminal.lines()[0].endswith(", JOURNAL FULL"))
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
     until(lambda: not daemon.device().journal_full)
     assert "journal" not in good("status", at=daemon.admin) + good("doctor", at=daemon.admin)

@@ -69,21 +69,18 @@ def test_it_goes_on_over_a_restart_of_the_daemon(daemon: Daemon, engine: Worker)
 def test_what_it_says_of_a_model_that_cannot(daemon: Daemon, engine: Worker) -> None:
     """Busy, unknown, in two tenants, without a session, of a program that cannot sleep, and of one that is stopped."""
     busy = refused(command(daemon, "sleep", "chat", "--timeout", "0.5"))
-    assert busy.startswith("membroker: red/chat is busy: its engine has requests after 0.5 s. It stays awake")
+    assert "red/chat is busy: its engine has requests" in busy
     engine.do("state, detail = 'waking', 'waits for memory: a\\x1b[2Jb'")
     late = refused(command(daemon, "wake", "chat", "--timeout", "0.5"))
     assert "red/chat is not done after 0.5 s, and goes on: waking, 96.0 MiB released, waits for memory: a" in late
-    assert "\x1b" not in late
+    assert "\x1b" not in late, "an engine's text cannot paint the terminal"
     assert "there is no model 'none' now" in refused(command(daemon, "sleep", "none"))
     with worker() as other:
         other.connect(daemon, "blue")
         other.do("model = client.model('chat')")
-        assert "several tenants have a model 'chat': give blue/chat or red/chat" in refused(
-            command(daemon, "sleep", "chat")
-        )
+        assert "give blue/chat or red/chat" in refused(command(daemon, "sleep", "chat"))
         cannot = refused(command(daemon, "sleep", "blue/chat"))
         assert "blue/chat cannot sleep: this program has no engine that can sleep" in cannot
-        assert f"process {other.pid}" in cannot
     until(lambda: "blue/chat has no session" in refused(command(daemon, "sleep", "blue/chat", "--timeout", "0.1")))
     engine.send(signal.SIGSTOP)
     says = "does not answer: its membroker library is too old to sleep, or the process is stopped"

@@ -221,14 +221,11 @@ def test_all_devices_of_a_machine() -> None:
                     other.model("draw")
                     until(lambda: sorted(names(terminal)) == ["blue/draw", "red/chat"])
                     until(lambda: row(terminal, "blue/draw")[-1:] == ["host-1"])  # the screen may be half drawn
-                    # A broker that is slow for two seconds has one more line.
-                    until(lambda: [line.split(" device:")[0] for line in terminal.lines()[:2]] == ["host", "host-1"])
                     second.kill()
                     until(lambda: "is dead and left its socket behind" in " ".join(terminal.text().split()))
                     until(lambda: names(terminal) == ["red/chat"])
                     second.start_again()
                     until(lambda: sorted(names(terminal)) == ["blue/draw", "red/chat"])
-                    until(lambda: [line.split(" device:")[0] for line in terminal.lines()[:2]] == ["host", "host-1"])
             finally:
                 second.stop()
 
