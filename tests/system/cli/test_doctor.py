@@ -8,16 +8,13 @@ import re
 import resource
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
 from tests.support.workers import worker
 
-from membroker import admin
-from membroker.admin import Admin
-from membroker.cli import books, doctor
+from membroker.cli import doctor
 from membroker.cli import main as cli
 from membroker.v1 import admin_pb2
 from membrokerd.daemon import DEFAULT_MAX_SESSIONS
@@ -98,21 +95,3 @@ def test_no_broker_a_broker_and_a_dead_one(daemon: Daemon, monkeypatch: pytest.M
     assert (broker.status, packages.status) == ("warn", "fail")
     assert "the broker is dead and left its socket behind" in broker.found
     assert "journalctl -u membrokerd" in broker.advice
-
-
-def test_a_broker_that_does_not_answer_is_asked_once(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command waits ten seconds for a stopped daemon: the doctor does so once, and not for each check."""
-    monkeypatch.setattr(admin, "CALL_SECONDS", 0.1)
-    asked = []
-
-    def counted(*where: Any, **how: Any) -> Any:
-        asked.append(where)
-        return Admin(*where, **how)
-
-    monkeypatch.setattr(books, "Admin", counted)
-    with hold_still(daemon):
-        checks = {check.name: check for check in doctor.examine(str(daemon.admin), {})}
-    assert (checks["broker"].status, len(asked)) == ("fail", 1)
-    assert "it is stopped or overloaded" in checks["broker"].found
-    for name in ("configuration", "unaccounted", "guarantees"):
-        assert checks[name].found == "not checked: the broker does not answer"

@@ -298,20 +298,6 @@ def test_auto_is_what_it_used_the_last_time(daemon: Daemon) -> None:
         assert int(seen.read_text()) == SIZE * MIB, declared
 
 
-def test_a_program_that_uses_membroker_itself_is_never_suspended(daemon: Daemon) -> None:
-    """CUDA's driver kills such a process."""
-    code = f"import membroker, runpy, sys; client = membroker.connect({str(daemon.endpoint())!r}); client.close()"
-    code = f"{code}; client = membroker.connect({str(daemon.endpoint())!r}); sys.argv[:] = [{PROGRAM!r}, '10', '0']"
-    program = [sys.executable, "-c", f"{code}; runpy.run_path({PROGRAM!r})"]
-    with Guest(daemon, "one", program=program) as one:
-        pid = one.ready()
-        assert one.order("sleep", "one", "--timeout", "2") == 1
-        until(lambda: f"process {pid} has used memory of a broker" in one.said.read_text())
-        assert one.held() == SIZE
-        one.is_right()
-        assert one.end() == 7
-
-
 # --- the door ---
 
 

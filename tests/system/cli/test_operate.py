@@ -355,9 +355,8 @@ STOPPED = ("status", "models", "sessions", "segments", "tenants", "processes", "
 @pytest.mark.deep
 def test_a_stopped_daemon_is_not_gone(daemon: Daemon) -> None:
     """It stands in a debugger: starting another one would be the wrong advice. All commands wait at the same time."""
-    where = ("--endpoint", str(daemon.admin))
+    commands = [[*COMMAND, *command.split(), "--endpoint", str(daemon.admin)] for command in STOPPED]
     with hold_still(daemon):
-        commands = [[*COMMAND, *command.split(), *where] for command in STOPPED]
         running = [PythonProcess(command, stderr=subprocess.PIPE, text=True) for command in commands]
         for process in running:
             _, said = process.communicate(timeout=DEADLINE_SECONDS)

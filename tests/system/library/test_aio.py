@@ -17,7 +17,7 @@ from tests.system.library.test_waiting import waiting
 
 import membroker
 from membroker import aio
-from membroker.errors import OutOfMemory, TooMany
+from membroker.errors import OutOfMemory
 from membroker.session.machine import MOST_PATIENT
 
 CAPACITY = 64 * MIB
@@ -232,30 +232,6 @@ def test_a_coroutine_answers_recalls(daemon: Daemon, run: Run) -> None:
             await lender.on_recall(None)
             for buffer in held:
                 await aio.run(buffer.close)
-
-    run(main())
-
-
-def test_more_calls_than_threads(daemon: Daemon, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is too much is refused with the number; the calls before it go on."""
-    monkeypatch.setattr(aio, "MOST_CALLS", 20)
-
-    async def main() -> None:
-        async with aio.connect(daemon.endpoint()) as client:
-            model = await client.model("m")
-            held = await model.allocate(CAPACITY)
-            tasks = [asyncio.create_task(_as_task(model.allocate(PAGE, timeout=LONG))) for _ in range(25)]
-            await until(lambda: waiting(daemon) == MOST_PATIENT)
-            refused = [task for task in tasks if task.done()]
-            assert len(refused) >= 5
-            for task in refused:
-                with pytest.raises(TooMany, match="20 calls of coroutines"):
-                    task.result()
-            tasks = [task for task in tasks if task not in refused]
-            await ended(tasks.pop())  # a thread for the next call
-            await aio.run(held.close)
-            for task in tasks:
-                await aio.run((await task).close)
 
     run(main())
 

@@ -6,7 +6,6 @@ answers recalls.
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Iterator
 
 import pytest
@@ -177,37 +176,6 @@ def test_a_recall_goes_on_after_the_daemons_death(daemon: Daemon, pair: tuple[Wo
     blue.do("release(recall); recall.done()")
     red.result()
     assert blue.ask("model.pending_recall is None")
-
-
-def test_a_guest_is_asked_for_all_that_it_has() -> None:
-    """It can release only all that it has declared. What it declares less counts for the recall."""
-    config = {"capacity": CAPACITY, "tenants": {"red": {}}, "slice_seconds": 0.0, "recall_seconds": 600.0}
-    recalls: queue.Queue[membroker.Recall] = queue.Queue()
-
-    def asked(recall: membroker.Recall) -> object:
-        recalls.put(recall)
-        return membroker.DEFERRED
-
-    with (
-        running(config) as daemon,
-        membroker.connect(daemon.endpoint()) as client,
-        membroker.connect(daemon.endpoint()) as other,
-    ):
-        one, two = client.model("one"), other.model("two")
-        for model in (one, two):
-            model.on_recall(asked)
-        one.declare("200MiB", recallable=True)
-        with pytest.raises(membroker.OutOfMemory):
-            two.declare("200MiB", recallable=True)
-        waiting = Caller(lambda: two.declare("200MiB", recallable=True, timeout=600))
-        recall = recalls.get()
-        assert (recall.model, recall.size, recall.remaining) == (one, 200 * MIB, 200 * MIB)
-        one.declare(0)
-        assert recall.remaining == 0
-        recall.done()
-        waiting.value()
-        declared = [model.stats().books["device"].declared_bytes for model in (one, two)]
-        assert declared == [0, 200 * MIB]
 
 
 def test_a_guest_has_its_slice_although_the_daemon_is_restarted() -> None:

@@ -14,6 +14,27 @@ import membroker
 
 pytestmark = pytest.mark.deep
 
+RAIN = """
+armed = False
+signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
+sys.unraisablehook = id  # an interrupt in one of gRPC's finalizers is lost; in a hook of Python code another could hit
+def rain(work, every):
+    global armed
+    hits = 0
+    for turn in range(60):
+        try:
+            armed = True
+            signal.setitimer(signal.ITIMER_REAL, 0.0001 + 0.00002 * turn, every)
+            while True:
+                work()
+        except KeyboardInterrupt:
+            armed = False
+            hits += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return hits
+"""
+"""Interrupts a call again and again, at other moments."""
+
 
 class TestInterrupt:
     def test_ctrl_c_while_it_waits(self, daemon: Daemon, transport: str) -> None:
@@ -93,20 +114,10 @@ for _ in sys.stdin:
 client = connect()
 model = client.model("m")
 client.segments()  # its gRPC channel stays open from here on
-hits, armed = 0, False
-signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
-sys.unraisablehook = id  # an interrupt in one of gRPC's finalizers is lost; in a hook of Python code another could hit
-for turn in range(100):
-    try:
-        armed = True
-        signal.setitimer(signal.ITIMER_REAL, 0.0001 + 0.00002 * (turn % 50), 0.005)
-        while True:
-            client.segments()
-            model.declare(0)
-    except KeyboardInterrupt:
-        armed = False
-        hits += 1
-signal.setitimer(signal.ITIMER_REAL, 0)
+def work():
+    client.segments()
+    model.declare(0)
+hits = rain(work, 0.005)
 found = []
 def ask():
     while not found:
@@ -120,8 +131,8 @@ other.join(120)
 say(hits, len(found))
 client.close()
 """
-        with worker(script, daemon, transport) as process:
-            assert heard(process) == "100 1"
+        with worker(RAIN + script, daemon, transport) as process:
+            assert heard(process) == "60 1"
             ends(process)
 
     @one_transport
@@ -138,29 +149,17 @@ found = []
 waiting = threading.Thread(target=lambda: found.append(client.attach("weights")))
 waiting.start()
 while client._session.connection._reader is None: pass
-hits, armed = 0, False
-signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
-sys.unraisablehook = id  # an interrupt in one of gRPC's finalizers is lost; in a hook of Python code another could hit
-for turn in range(60):
+def work():
     try:
-        armed = True
-        signal.setitimer(signal.ITIMER_REAL, 0.0001 + 0.00001 * (turn % 100), {every})
-        while True:
-            try:
-                client.attach("weights", timeout=0)
-            except membroker.SegmentNotSealed:
-                pass
-            except membroker.TooMany:
-                pass  # calls given up before this one are not answered yet
-    except KeyboardInterrupt:
-        armed = False
-        hits += 1
-signal.setitimer(signal.ITIMER_REAL, 0)
+        client.attach("weights", timeout=0)
+    except (membroker.SegmentNotSealed, membroker.TooMany):
+        pass  # the second: calls given up before this one are not answered yet
+hits = rain(work, {every})
 made.seal()
 waiting.join(120)
 say(hits, len(found))
 client.close()
 """
-        with worker(script, daemon, transport) as process:
+        with worker(RAIN + script, daemon, transport) as process:
             assert heard(process) == "60 1"
             ends(process)

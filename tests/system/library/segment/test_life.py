@@ -148,8 +148,6 @@ class TestLife:
             assert attached.closed
             assert mapped_extents() == 0
             until(lambda: holders(other) == {"whole": 0})
-            other.delete_segment("whole")
-            until(lambda: is_settled(daemon))
 
     @one_transport
     def test_garbage(self, daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
