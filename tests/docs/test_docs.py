@@ -16,6 +16,7 @@ import sys
 import tempfile
 import tomllib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,37 +119,48 @@ def test_the_configuration_in_a_page_is_accepted(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr + block
 
 
+class Machine:
+    """Where a newcomer's shell runs: its environment, and a daemon that has nothing of this machine's own.
+
+    Root's directories are the machine's own, and port 9710 may be another daemon's.
+    """
+
+    def __init__(self, runtime: str, directory: Path) -> None:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.environment = {**os.environ, "PATH": path, "XDG_RUNTIME_DIR": runtime}
+        config = directory / "membrokerd.toml"
+        config.write_text(f'runtime_directory = "{runtime}/membroker"\nstate_directory = "{directory}"\n')
+        self.daemon = f"membrokerd --config {config} --metrics-port 0"
+
+    def shell(self, commands: str, **more: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(["bash", "-euc", commands], env=self.environment, text=True, **more)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    with tempfile.TemporaryDirectory(prefix="mb-") as runtime:
+        yield Machine(runtime, tmp_path)
+
+
 @pytest.mark.deep
-def test_the_commands_of_readme_run_in_order(tmp_path: Path) -> None:
+def test_the_commands_of_readme_run_in_order(machine: Machine) -> None:
     """A newcomer has cloned the repository and has two shells. No command fails, and nothing is left at the end."""
     first, second = SHELL.findall((DOCS.parent / "README.md").read_text())
     *before, daemon = first.splitlines()
     assert daemon.split()[0] == "membrokerd"
-    with tempfile.TemporaryDirectory(prefix="mb-") as runtime:
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "XDG_RUNTIME_DIR": runtime}
-        # Root's directories are the machine's own, and port 9710 may be another daemon's.
-        config = tmp_path / "membrokerd.toml"
-        config.write_text(f'runtime_directory = "{runtime}/membroker"\nstate_directory = "{tmp_path}"\n')
-        own = f"{daemon.split()[0]} --config {config} --metrics-port 0"
-
-        def shell(commands: str, **more: Any) -> subprocess.Popen[str]:
-            return subprocess.Popen(["bash", "-euc", commands], env=environment, text=True, **more)
-
-        assert shell("\n".join(before)).wait(DEADLINE_SECONDS) == 0
-        with shell(f"exec {own}", stderr=subprocess.PIPE) as broker:
-            try:
-                assert any(" ready " in line for line in broker.stderr)
-                until_it_borrows = "until membroker models | grep -q 256.0; do sleep 0.1; done"
-                commands = second.replace("membroker status ", f"{until_it_borrows}\nmembroker status ", 1)
-                with shell(commands, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as reader:
-                    said, _ = reader.communicate(timeout=2 * DEADLINE_SECONDS)
-                assert reader.returncode == 0, said
-                assert "limit 384.0 MiB, guarantee 256.0 MiB, weight 2, used 256.0 MiB" in said
-                assert "the daemon exits when nothing is charged any more" in said
-                assert broker.wait(DEADLINE_SECONDS) == 0
-            finally:
-                broker.kill()
+    assert machine.shell("\n".join(before)).wait(DEADLINE_SECONDS) == 0
+    with machine.shell(f"exec {machine.daemon}", stderr=subprocess.PIPE) as broker:
+        try:
+            assert any(" ready " in line for line in broker.stderr)
+            until_it_borrows = "until membroker models | grep -q 256.0; do sleep 0.1; done"
+            commands = second.replace("membroker status ", f"{until_it_borrows}\nmembroker status ", 1)
+            with machine.shell(commands, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as reader:
+                said, _ = reader.communicate(timeout=2 * DEADLINE_SECONDS)
+            assert reader.returncode == 0, said
+            assert "limit 384.0 MiB, guarantee 256.0 MiB, weight 2, used 256.0 MiB" in said
+            assert broker.wait(DEADLINE_SECONDS) == 0
+        finally:
+            broker.kill()
 
 
 def test_a_block_that_starts_a_broker_waits_for_it() -> None:
@@ -161,20 +173,14 @@ def test_a_block_that_starts_a_broker_waits_for_it() -> None:
 
 
 @pytest.mark.deep
-def test_guests_can_be_tried_without_a_gpu(tmp_path: Path) -> None:
+def test_guests_can_be_tried_without_a_gpu(machine: Machine) -> None:
     """The block of docs/guests.md, with other ports: a sleeping program wakes for `curl`, as the other one sleeps."""
     (commands,) = SHELL.findall((DOCS / "guests.md").read_text())
     for port in ("8188", "8189"):
         commands = commands.replace(f"1{port}", str(reserved_port())).replace(port, str(reserved_port()))
-    config = tmp_path / "membrokerd.toml"
-    own = f"membrokerd --config {config} --metrics-port 0 "
-    commands = commands.replace("membrokerd ", own).replace("sleep 1;", "sleep 0.1;")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    with tempfile.TemporaryDirectory(prefix="mb-") as runtime:
-        config.write_text(f'runtime_directory = "{runtime}/membroker"\nstate_directory = "{tmp_path}"\n')
-        environment = {**os.environ, "PATH": path, "XDG_RUNTIME_DIR": runtime}
-        shell = ["timeout", str(DEADLINE_SECONDS), "bash", "-c", f"{commands}wait"]
-        done = subprocess.run(shell, env=environment, text=True, capture_output=True, check=False)
+    commands = commands.replace("membrokerd ", f"{machine.daemon} ").replace("sleep 1;", "sleep 0.1;")
+    shell = ["timeout", str(DEADLINE_SECONDS), "bash", "-c", f"{commands}wait"]
+    done = subprocess.run(shell, env=machine.environment, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^\d+\n(?:.*\n)*?.*/comfy  .*\n.*/train \(asleep\)", done.stdout, re.MULTILINE), done.stdout
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import resource
 import tempfile
 from pathlib import Path
 
@@ -17,21 +15,6 @@ from tests.support.workers import worker
 from membroker.cli import doctor
 from membroker.cli import main as cli
 from membroker.v1 import admin_pb2
-from membrokerd.daemon import DEFAULT_MAX_SESSIONS
-
-
-def test_as_many_sessions_as_a_daemon_started_here_has() -> None:
-    """Also as root in a container, where the kernel does not count descriptors in flight, and the limit cannot rise."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with running() as daemon:
-        until(lambda: " limits descriptors=" in daemon.log())
-        has = re.search(r" limits descriptors=(\d+) max_sessions=(\d+) ", daemon.log())
-        assert has is not None
-        said = next(one.found for one in doctor.examine(str(daemon.admin)) if one.name == "descriptors")
-    most = re.search(r"may have ([\d,]+), enough for ([\d,]+) session", said)
-    descriptors, sessions = (int(number.replace(",", "")) for number in most.groups())
-    assert (descriptors, min(sessions, DEFAULT_MAX_SESSIONS)) == (int(has[1]), int(has[2]))
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
 
 def test_a_running_broker_is_found(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> None:

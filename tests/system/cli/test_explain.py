@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.command import good, refused
 from tests.support.daemons import Daemon, running, until
-from tests.support.raw import Session, reason
+from tests.support.raw import Session, allocation, reason
 from tests.support.sizes import MIB
 
 import membroker
-from membroker.admin import Admin
 from membroker.errors import ModelNotFound
-from membroker.v1 import admin_pb2
 from membroker.v1 import handoff_pb2 as pb
 
 
@@ -133,41 +130,20 @@ def test_a_recall_is_explained_by_what_wanted_the_memory() -> None:
         assert "A request of red/chat found no room." in explain(daemon.admin, "blue/batch")
 
 
-def test_a_lowered_limit_is_why_memory_was_recalled(daemon: Daemon, red: membroker.Client) -> None:
-    chat = red.model("chat")
-    buffers = [chat.allocate("16MiB") for _ in range(4)]
-    chat.on_recall(lambda _: [buffers.pop().close() for _ in range(2)])
-    with closing(Admin(daemon.admin / "grpc.sock")) as admin, daemon.admin_stub() as stub:
-        stub.SetQuota(admin_pb2.SetQuotaRequest(name="tenants/red/models/chat", limit_bytes=32 * MIB))
-        (told,) = until(lambda: admin.decisions("tenants/red/models/chat"))
-        assert (told.kind, told.size_bytes, told.returned_bytes, told.wanted_by) == ("recalled", 32 * MIB, 32 * MIB, "")
-        assert "because a limit was lowered" in explain(daemon.endpoint("red"), "chat")
-    while buffers:
-        buffers.pop().close()
-
-
 def test_a_tenant_neither_sees_nor_writes_anothers_record(
     daemon: Daemon, red: membroker.Client, blue: membroker.Client
 ) -> None:
-    """Blue looks at what is red's, and asks for memory of red's model. Its own refusal may be of any size."""
+    """Blue looks at what is red's, and asks for memory of red's model."""
     model = red.model("chat", limit="2MiB")
     with pytest.raises(membroker.OutOfMemory) as caught:
         model.allocate("4MiB")
     with pytest.raises(ModelNotFound):
         blue.decisions(model.resource_name)
     assert blue.decisions(caught.value.request) == []
-    with daemon.admin_stub() as stub, Session(daemon.endpoint("blue")) as session:
-        own = session.register("own")
-        stub.Drain(admin_pb2.DrainRequest())
-        for number, name, why in ((7, model.resource_name, "MODEL_NOT_FOUND"), (8, own, "DRAINING")):
-            request = pb.Frame(request_id=number)
-            request.allocate.model, request.allocate.extent_bytes, request.allocate.count = name, 1 << 62, 1 << 62
-            session.send(request)
-            assert reason(session.answer(number)[0]) == why
-        stub.Undrain(admin_pb2.UndrainRequest())
+    with Session(daemon.endpoint("blue")) as session:
+        session.send(pb.Frame(request_id=7, allocate=allocation(model.resource_name, 4 * MIB)))
+        assert reason(session.answer(7)[0]) == "MODEL_NOT_FOUND"
     assert [one.request for one in red.decisions("chat")] == [caught.value.request]
-    (told,) = blue.decisions("own")
-    assert (told.result, told.size_bytes) == ("DRAINING", (1 << 63) - 1)
 
 
 def test_what_is_unknown_is_a_sentence(daemon: Daemon, red: membroker.Client) -> None:

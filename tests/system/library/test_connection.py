@@ -12,7 +12,6 @@ from tests.support.garbage import collect
 from tests.support.processes import descriptors, is_settled, mapped_extents
 from tests.support.segments import one_transport
 from tests.support.sizes import MIB, PAGE
-from tests.support.workers import worker
 
 import membroker
 from membroker.session import rpc
@@ -162,17 +161,3 @@ class TestGarbage:
                 pool.free(0, 2 * PAGE)
                 counts.append(opened())  # a client of an earlier test may be closing its own meanwhile
             until(lambda: opened() <= min(counts))
-
-
-def test_pages_are_borrowed_before_they_are_needed(daemon: Daemon) -> None:
-    """The worker allocates what is there: the daemon hears of it when the next ones are borrowed."""
-    with worker() as one:
-        one.connect(daemon)
-        one.do("pool = client.model('m').pool(page_size=PAGE, virtual_capacity='1GiB', ahead=8)")
-        until(lambda: one.ask("pool.stats().spare_pages") == 8)
-        assert daemon.books().lent_bytes == 16 * MIB
-        one.do("address = pool.allocate_anywhere(4 * PAGE)")
-        until(lambda: one.ask("pool.stats().spare_pages") == 8)
-        assert daemon.books().lent_bytes == 24 * MIB
-        one.do("pool.close()")
-        until(lambda: daemon.books().lent_bytes == 0)

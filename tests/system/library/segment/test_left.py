@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
-from tests.support.fake_broker import Caller
+from tests.support.daemons import Daemon, until
 from tests.support.segments import holders, one_transport
 from tests.support.workers import workers
 
@@ -24,20 +23,6 @@ def publish(model: membroker.Model, number: int) -> membroker.Segment:
 
 def value(segment: membroker.Segment) -> int:
     return int(segment.tensors()["w"][0])
-
-
-def test_publishing_waits_for_memory(daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
-    """As whatever borrows: not at all, or as long as it says."""
-    with membroker.connect(daemon.endpoint()) as other:
-        rest = other.model("rest").allocate("254MiB")
-        with pytest.raises(membroker.OutOfMemory):
-            publish(model, 1)
-        arrays = {"w": np.full(SIZE - 512, 1, "u1")}
-        caller = Caller(lambda: publish_arrays(model, "weights", arrays, timeout=DEADLINE_SECONDS))
-        until(lambda: any(books.waiting_requests for one in daemon.models() for books in one.books))
-        rest.close()
-        with caller.value() as segment:
-            assert value(segment) == 1
 
 
 def test_its_publisher_is_killed(daemon: Daemon, client: membroker.Client) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
+from tests.support.fake_broker import Caller
 from tests.support.segments import holders, one_transport
 
 import membroker
 from membroker import versions
-from membroker.checkpoint import publish_arrays, publish_checkpoint
+from membroker.checkpoint import publish_arrays
 from membroker.session.session import Session
 
 pytestmark = one_transport
@@ -66,29 +64,25 @@ def test_the_name_is_never_without_a_segment(client: membroker.Client, model: me
 def test_those_who_wait_get_the_next_one(daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
     """A thread of a server waits; it gets the version that is published then, whether it is being written already."""
     publish(model, 1)
-    found: list[Any] = []
 
-    def wait(serving: membroker.Segment) -> None:
+    def newer(serving: membroker.Segment) -> int:
         with (
             membroker.connect(daemon.endpoint()) as other,
-            other.attach("m/current", newer_than=serving, timeout=DEADLINE_SECONDS) as newer,
+            other.attach("m/current", newer_than=serving, timeout=DEADLINE_SECONDS) as found,
         ):
-            found.append(value(newer))
+            return value(found)
 
-    for number in (2, 3):
-        with client.attach("current") as serving:
-            waiting = threading.Thread(target=wait, args=[serving])
-            waiting.start()
-            if number == 3:
-                with model.create_segment("current", 4096, replace=True) as segment:
-                    until(lambda: len(daemon.sessions()) == 2)
-                    index = segment.lay_out({"w": ("I32", (3,))})
-                    segment.write(index["w"].offset, np.full(3, 3, "i4"))
-                    segment.seal()
-            else:
-                publish(model, number)
-            waiting.join()
-    assert found == [2, 3]
+    with client.attach("current") as serving:
+        waiting = Caller(lambda: newer(serving))
+        publish(model, 2)
+        assert waiting.value() == 2
+    with client.attach("current") as serving, model.create_segment("current", 4096, replace=True) as segment:
+        waiting = Caller(lambda: newer(serving))
+        until(lambda: len(daemon.sessions()) == 2)
+        index = segment.lay_out({"w": ("I32", (3,))})
+        segment.write(index["w"].offset, np.full(3, 3, "i4"))
+        segment.seal()
+        assert waiting.value() == 3
 
 
 def test_a_name_that_did_not_move_begins_to(client: membroker.Client, model: membroker.Model) -> None:
@@ -165,11 +159,10 @@ def test_a_version_that_is_deleted_as_it_is_attached(
 
 
 def test_an_interrupt_after_the_seal(
-    client: membroker.Client, model: membroker.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C comes as the older version is deleted: the newer one stays, or the name would be without a segment."""
     publish(model, 1)
-    safetensors.numpy.save_file({"w": np.full(3, 2, "i4")}, tmp_path / "model.safetensors")
     delete = Session.delete_segment
 
     def interrupted(session: Session, request: Any) -> Any:
@@ -179,7 +172,7 @@ def test_an_interrupt_after_the_seal(
     with monkeypatch.context() as patched:
         patched.setattr(Session, "delete_segment", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            publish_checkpoint(model, "current", tmp_path, replace=True)
+            publish(model, 2)
     with client.attach("current") as found:
         assert value(found) == 2
 
