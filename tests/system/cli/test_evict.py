@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import select
 import signal
-import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from typing import NamedTuple
 
 import pytest
 from tests.support.command import COMMAND, good, refused
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.sizes import MIB
-from tests.support.template import PythonProcess
+from tests.support.terminal import Terminal
 from tests.support.workers import Worker, is_clean, worker
 
 
@@ -41,30 +39,21 @@ def victim(daemon: Daemon) -> Iterator[Victim]:
         yield Victim(one, one.ask("client.session"), one.ask("other.session"))
 
 
-def answer(daemon: Daemon, name: str, typed: bytes) -> tuple[int, str, str]:
-    """Run the command on a terminal, and type an answer; return its status, its output, and what the terminal shows."""
-    terminal, its = pty.openpty()
+def answer(daemon: Daemon, name: str, typed: str) -> tuple[int, str]:
+    """Run the command on a terminal, and type an answer; return its status, and what the terminal shows."""
     command = [*COMMAND, "evict", name, "--endpoint", str(daemon.admin)]
-    try:
-        with PythonProcess(command, stdin=its, stderr=its, stdout=subprocess.PIPE, text=True) as process:
-            os.close(its)
-            shown = b""
-            while b"[y/N]" not in shown:
-                assert select.select([terminal], [], [], DEADLINE_SECONDS)[0], shown
-                shown += os.read(terminal, 65_536)
-            os.write(terminal, typed)
-            out, _ = process.communicate(timeout=DEADLINE_SECONDS)
-            return process.returncode, out, shown.decode()
-    finally:
-        os.close(terminal)
+    with closing(Terminal(command, os.environ)) as terminal:
+        until(lambda: b"[y/N]" in terminal.output)
+        terminal.press(typed)
+        return terminal.wait(DEADLINE_SECONDS), terminal.output.decode()
 
 
 def test_a_question_that_is_not_answered_by_yes_ends_nothing(daemon: Daemon, victim: Victim) -> None:
     """The operator sees that the process serves another tenant, too, and thinks better of it."""
     pid = str(victim.worker.pid)
-    for typed in (b"\n", b"maybe\n", b"\x04"):
-        status, out, shown = answer(daemon, victim.red, typed)
-        assert (status, out) == (1, ""), typed
+    for typed in ("\n", "maybe\n", "\x04"):
+        status, shown = answer(daemon, victim.red, typed)
+        assert status == 1, typed
         assert f"process {pid} of blue and red would be ended, with all its sessions:" in shown
         listed = ((victim.red, ("red", "16.0 MiB", "chat")), (victim.blue, ("blue", "32.0 MiB", "Qwen/Qwen3-8B")))
         for name, figures in listed:
@@ -77,7 +66,7 @@ def test_a_question_that_is_not_answered_by_yes_ends_nothing(daemon: Daemon, vic
 
 
 def test_a_question_that_is_answered_by_yes(daemon: Daemon, victim: Victim) -> None:
-    status, out, _ = answer(daemon, victim.blue, b"y\n")
+    status, out = answer(daemon, victim.blue, "y\n")
     assert status == 0
     assert f"process {victim.worker.pid} of blue and red was sent SIGTERM" in out
     assert victim.worker.process.wait(DEADLINE_SECONDS) == -signal.SIGTERM

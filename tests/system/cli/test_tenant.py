@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from tests.support.command import good, refused, run
@@ -23,8 +22,7 @@ def test_the_life_of_a_tenant(daemon: Daemon, tmp_path: Path) -> None:
         "pod-1, device memory: limit none, guarantee 64.0 MiB, weight 1",
         f"programs enter it at MEMBROKER_ENDPOINT={daemon.endpoint('pod-1')}",
     ]
-    good("tenant", "set", "pod-1", "--limit", "128MiB", "--weight", "2", "--uids", os.geteuid(), at=daemon.admin)
-    good("tenant", "set", "pod-1", "--uids", "none", "--guarantee", "none", at=daemon.admin)
+    good("tenant", "set", "pod-1", "--limit", "128MiB", "--uids", "none", "--guarantee", "none", at=daemon.admin)
     (row,) = json.loads(good("tenant", "list", "--json", at=daemon.admin))
     assert (row["settings"]["uids"], row["books"]["device"]["limit_bytes"], row["deleting"]) == ([], 128 * MIB, False)
     with worker() as one:
@@ -32,7 +30,6 @@ def test_the_life_of_a_tenant(daemon: Daemon, tmp_path: Path) -> None:
         one.do("kept = client.model('chat').allocate('32MiB')")
         status, out, _ = run("tenant", "delete", "pod-1", "--timeout", "0.05", at=daemon.admin)
         assert status == 1
-        assert "pod-1 takes no new sessions and borrows nothing more" in out
         assert one.ask("client.session").removeprefix("sessions/") in out
         assert out.endswith("32.0 MiB were still charged at the end of the wait: the deletion goes on\n")
         assert "pod-1 (being deleted)" in good("tenant", "list", at=daemon.admin)

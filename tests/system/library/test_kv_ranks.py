@@ -144,22 +144,6 @@ def owners(engine: Engine, stack: ExitStack, daemons: list[Daemon]) -> list[Any]
     return [client.model("owner") for client in clients]
 
 
-def test_a_recall_by_one_broker_takes_the_group_from_both(start: Start) -> None:
-    """Of an idle engine, which makes no step: cached prefixes go. The first broker has room enough, and gets it too."""
-    engine = start({}, HALF_FREE, caches=True)
-    engine.toy.add(Request(60, prefix=1))
-    engine.until(lambda: engine.toy.finished)
-    assert min(engine.used()) >= 60 * MIB
-    engine.cache.rest()
-    with ExitStack() as stack:
-        (owner,) = owners(engine, stack, engine.daemons[1:])
-        stack.enter_context(owner.allocate(48 * MIB, timeout=600))
-        until(lambda: max(engine.used()[0], engine.used()[1] - 48 * MIB) <= 16 * MIB)
-    engine.toy.add(Request(60))
-    engine.until(lambda: engine.toy.finished == 2)
-    engine.cache.close()
-
-
 def test_two_brokers_recall_at_a_time(start: Start) -> None:
     """Each gets its answer as soon as its own memory is back, of a busy engine too."""
     engine = start(HALF_FREE, HALF_FREE)

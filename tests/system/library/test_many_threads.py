@@ -23,20 +23,6 @@ LONG = 600
 
 
 @pytest.mark.deep
-def test_sixty_four_threads_by_grpc() -> None:
-    """Memory is free for all of them: nobody is refused, although the broker accepts 16 calls of a session."""
-    with running({"capacity": "1GiB"}) as daemon, membroker.connect(daemon.endpoint(), transport="grpc") as client:
-        model = client.model("m")
-
-        def borrow_and_return() -> None:
-            for _ in range(10):
-                model.allocate(PAGE).close()
-
-        together([borrow_and_return] * 64)
-        assert daemon.books().lent_bytes == 0
-
-
-@pytest.mark.deep
 def test_a_thousand_threads() -> None:
     """Nobody is refused while memory is free, and each has its turn: halfway, none has more than twice another's.
 

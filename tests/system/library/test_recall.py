@@ -12,7 +12,7 @@ import pytest
 from tests.support.daemons import Daemon, running, until
 from tests.support.fake_broker import Caller
 from tests.support.sizes import MIB
-from tests.support.workers import Worker, worker, workers
+from tests.support.workers import Worker, workers
 
 import membroker
 from membroker.v1 import resources_pb2
@@ -100,39 +100,6 @@ def test_what_a_callback_does_not_release_is_kept(daemon: Daemon, pair: tuple[Wo
     # The answer may come after the refusal.
     until(lambda: daemon.figure("membroker_recall_seconds_count", result="kept") >= 1)
     assert 1 <= blue.ask("len(told)") <= 4
-
-
-def test_an_engine_is_asked_for_more_before_it_has_answered(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
-    """The callback only wakes blue's scheduler, which releases between its steps and says when it is done.
-
-    Red needs more meanwhile. Blue is told, and one answer is enough for both requests.
-    """
-    red, blue = pair
-    blue.do("""
-asked = []
-def wake(recall):
-    asked.append((recall, recall.remaining))
-    return membroker.DEFERRED
-""")
-    filled(blue, "wake")
-    with worker() as other:
-        other.connect(daemon, "red")
-        other.do(PREPARE)
-        red.begin("held = model.allocate(32 * MIB, timeout=600)")
-        blue.do("waited_for(lambda: len(asked) == 1)")
-        other.begin("held = model.allocate(64 * MIB, timeout=600)")
-        blue.do("waited_for(lambda: len(asked) == 2)")
-        assert blue.ask("asked[0][0] is asked[1][0] is model.pending_recall")
-        assert blue.ask("[size for _, size in asked]") == [32 * MIB, 96 * MIB]
-        assert recalled(daemon)[0] >= 96 * MIB
-        blue.do("recall, _ = asked[1]; release(recall)")
-        assert blue.ask("recall.remaining") == 0
-        blue.do("recall.done(); recall.done()")
-        red.result()
-        other.result()
-        assert blue.ask("model.pending_recall is None")
-        until(lambda: recalled(daemon) == (0, 0))
-        assert blue.ask("len(asked)") == 2
 
 
 def test_a_forked_child_answers_nothing(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:

@@ -125,18 +125,6 @@ def test_close_gives_everything_back(broker: Daemon, client: membroker.Client) -
     client.model("m").unregister()  # which it could not leave while it was charged
 
 
-def test_at_the_host(broker: Daemon, client: membroker.Client) -> None:
-    """Models whose pages are the host's memory; their limits are the host's, too."""
-    with SharedMemoryPool(client, 4 * PAGE, PAGE, "host") as shared:
-        shared.register_model("m", 8 * PAGE, limit=2 * PAGE)
-        shared.allocate_for_model("m", 2 * PAGE)
-        assert broker.books().lent_bytes == 0, "it is the device's memory"
-        assert broker.device().locations[1].lent_bytes == 2 * PAGE
-        with pytest.raises(OutOfMemory) as refused:
-            shared.allocate_for_model("m", PAGE)
-        assert refused.value.level == "model"
-
-
 def test_a_clients_own_registration_outlives_the_shared_pools(client: membroker.Client) -> None:
     """A program that registers a model by itself hosts it in a shared pool as well."""
     for shared_first in (False, True):
@@ -152,15 +140,6 @@ def test_a_clients_own_registration_outlives_the_shared_pools(client: membroker.
         mine.allocate(PAGE).close()
         mine.unregister()
         assert client.models() == []
-
-
-def test_two_shared_pools(client: membroker.Client) -> None:
-    with SharedMemoryPool(client, page_size=PAGE) as one, SharedMemoryPool(client, page_size=PAGE) as other:
-        one.register_model("m", 8 * PAGE)
-        other.register_model("m", 8 * PAGE)
-        one.unregister_model("m")
-        other.allocate_for_model("m", PAGE)
-    assert client.models() == []
 
 
 def test_a_broker_that_is_away() -> None:
