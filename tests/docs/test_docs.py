@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from tests.support.ports import reserved_port
 from tests.support.template import run as run_python
 
 DOCS = Path(__file__).parents[2] / "docs"
-MODEL = re.compile(r'\.model\("([^"]+)"')
 TOML = re.compile(r"^```toml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```sh run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```python run\b([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -90,22 +88,6 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
         until(lambda: not any(books.lent_bytes + books.releasing_bytes for books in daemon.device().locations))
         assert not daemon.sessions()
-
-
-def test_a_reader_goes_on_to_the_next_page(tmp_path: Path) -> None:
-    """A reader runs README's block and then a page's while the first model still exists: their numbers must not
-    conflict.
-    """
-    texts = [page.read_text() for page in pages()]
-    names = Counter(name for text in texts for name in set(MODEL.findall(program(text))))
-    with running({"capacity": "2GiB", "host_capacity": "1GiB"}) as daemon:
-        for number, text in enumerate(texts):
-            if not any(names[name] > 1 for name in MODEL.findall(program(text))):
-                continue
-            script = tmp_path / f"{number}.py"
-            script.write_text(program(text))
-            done = run_page(script, daemon)
-            assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_configuration_in_a_page_is_accepted(tmp_path: Path) -> None:

@@ -160,10 +160,6 @@ def daemon(request: pytest.FixtureRequest) -> Iterator[Daemon]:
         yield one
 
 
-slow = pytest.mark.parametrize("daemon", [{"slice_seconds": 600.0}], indirect=True, ids=["slow"])
-"""A program keeps its memory for ten minutes before it falls asleep for another."""
-
-
 @pytest.fixture
 def one(daemon: Daemon) -> Iterator[Guest]:
     """A guest that is awake."""
@@ -273,7 +269,7 @@ def test_a_guest_in_a_guest_is_refused(daemon: Daemon) -> None:
 # --- memory ---
 
 
-@slow
+@pytest.mark.parametrize("daemon", [{"slice_seconds": 600.0}], indirect=True, ids=["slow"])
 def test_one_that_uses_more_sleeps_until_the_broker_lends_it(daemon: Daemon, one: Guest) -> None:
     """Or it is killed, if so ordered."""
     killed = Guest(daemon, "three", "--memory", "2MiB", "--on-excess", "kill")
@@ -308,14 +304,6 @@ def test_it_sleeps_when_nobody_has_come_for_a_while(daemon: Daemon) -> None:
         one.answers()
         until(lambda: one.held() == 0)
         until(lambda: "because it had no connection for" in one.said.read_text())
-
-
-def test_a_door_that_is_taken_is_said_before_anything_starts(daemon: Daemon) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        with Guest(daemon, "one", "--door", f"{port}:{reserved_port()}") as one:
-            assert one.process.wait(DEADLINE_SECONDS) == 1
-            assert f"the door cannot listen at 127.0.0.1:{port}" in one.said.read_text()
 
 
 def test_it_sleeps_for_others_when_it_is_idle_as_engines_do() -> None:

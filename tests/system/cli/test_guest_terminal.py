@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import select
-import struct
-import subprocess
 import sys
-import termios
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, Daemon
+from tests.support.daemons import Daemon, until
+from tests.support.terminal import Terminal
 
 PROGRAM = """
 import os, select, signal
@@ -34,57 +31,44 @@ while True:
 """
 
 
-class Terminal:
+class Shell(Terminal):
     """An interactive shell in a terminal of its own."""
 
-    def __init__(self, master: int) -> None:
-        self._master, self._seen = master, ""
+    def __init__(self) -> None:
+        super().__init__(["-c", "import os; os.execvp('sh', ['sh', '-i'])"], {**os.environ, "PS1": "> "})
+        self._seen = 0
 
-    def types(self, text: str) -> None:
-        os.write(self._master, text.encode())
-
-    def shows(self, text: str) -> str:
-        """Wait for a text, and return what was shown before it and after the last one."""
-        while text not in self._seen:
-            assert select.select([self._master], [], [], DEADLINE_SECONDS)[0], self._seen
-            self._seen += os.read(self._master, 1 << 16).decode()
-        before, _, self._seen = self._seen.partition(text)
-        return before
-
-    def resize(self, columns: int) -> None:
-        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    def shows(self, text: str) -> None:
+        """Wait for a text after the last one."""
+        until(lambda: text.encode() in self.output[self._seen :])
+        self._seen = self.output.index(text.encode(), self._seen) + len(text)
 
 
 @pytest.fixture
-def terminal() -> Iterator[Terminal]:
-    master, slave = os.openpty()
-    shell = ["setsid", "--ctty", "--wait", "/bin/sh", "-i"]
-    with subprocess.Popen(shell, stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "PS1": "> "}) as process:
-        os.close(slave)
-        yield Terminal(master)
-        os.close(master)  # a shell ends with its terminal
-        process.wait(DEADLINE_SECONDS)
+def terminal() -> Iterator[Shell]:
+    with closing(Shell()) as shell:
+        yield shell
 
 
 @pytest.mark.shared_daemon
-def test_its_program_has_the_terminal_of_the_command(daemon: Daemon, terminal: Terminal, tmp_path: Path) -> None:
+def test_its_program_has_the_terminal_of_the_command(daemon: Daemon, terminal: Shell, tmp_path: Path) -> None:
     """Lines, the size, Ctrl-Z and `fg`, and Ctrl-C, once."""
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
     command = f"{sys.executable} -m membroker.cli.main run --guest --endpoint {daemon.endpoint()} --model one"
-    terminal.types(f"{command} --memory 2MiB -- {sys.executable} {file}\n")
+    terminal.press(f"{command} --memory 2MiB -- {sys.executable} {file}\n")
     terminal.shows("begun")
-    terminal.types("one\n")
+    terminal.press("one\n")
     terminal.shows("heard=one")
-    terminal.resize(91)
+    terminal.resize(91, 24)
     terminal.shows("columns=91")
-    terminal.types("\x1a")
+    terminal.press("\x1a")
     terminal.shows("Stopped")
     terminal.shows("> ")
-    terminal.types("fg\n")
-    terminal.types("two\n")
+    terminal.press("fg\n")
+    terminal.press("two\n")
     terminal.shows("heard=two")
-    terminal.types("\x03")
+    terminal.press("\x03")
     terminal.shows("> ")
-    terminal.types("echo status=$?=\n")
+    terminal.press("echo status=$?=\n")
     terminal.shows("status=130=")

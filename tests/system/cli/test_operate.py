@@ -9,9 +9,9 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -212,25 +212,6 @@ def test_a_drain_waits_and_says_which_session_lets_go(daemon: Daemon, engine: Wo
     assert daemon.process.poll() is None
 
 
-def test_a_daemon_that_exits_at_its_deadline_before_it_is_looked_at(
-    daemon: Daemon, engine: Worker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The command is slow. It must not say that nothing is charged, and succeed: an uninstall would go on."""
-    look, looks = holders.of_device, []
-
-    def late(admin: Admin) -> holders.Held:
-        looks.append(admin)
-        if len(looks) > 1:
-            daemon.process.wait(DEADLINE_SECONDS)
-        return look(admin)
-
-    monkeypatch.setattr(holders, "of_device", late)
-    assert cli.main(["drain", "--deadline", "0.1", "--exit", "--endpoint", str(daemon.admin)]) == 1
-    assert capsys.readouterr().out.splitlines()[-1].startswith("16.0 MiB were still charged")
-    daemon.start_again()
-    engine.do("kept.close()")
-
-
 def test_the_log_says_which_process_ordered_what(daemon: Daemon) -> None:
     """At three in the morning somebody has lowered a limit. Questions are not logged: `top` asks several a second."""
     with subprocess.Popen(
@@ -254,13 +235,26 @@ def test_a_quota_that_is_only_tried(daemon: Daemon) -> None:
     assert json.loads(good("quota", "list", "--json", at=daemon.admin).strip() or "[]") == []
 
 
-def test_the_daemon_exits_at_the_deadline_whatever_is_lent(daemon: Daemon, engine: Worker) -> None:
-    """Somebody gives nothing back: the operator's time is over, it keeps its memory, and the next daemon knows it."""
-    begun = datetime.now(UTC)
-    out = good("drain", "--deadline", "1.5", "--exit", "--timeout", 0, at=daemon.admin)
-    assert "the daemon exits when nothing is charged any more, or in 1.5 s, whatever is charged then" in out
-    assert daemon.process.wait(DEADLINE_SECONDS) == 0
-    assert (datetime.now(UTC) - begun).total_seconds() >= 1.5
+def test_the_daemon_exits_at_the_deadline_whatever_is_lent(
+    daemon: Daemon, engine: Worker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody gives nothing back: the operator's time is over, it keeps its memory, and the next daemon knows it.
+
+    The command is slow. It must not say that nothing is charged, and succeed: an uninstall would go on.
+    """
+    look, looks = holders.of_device, []
+
+    def late(admin: Admin) -> holders.Held:
+        looks.append(admin)
+        if len(looks) > 1:
+            daemon.process.wait(DEADLINE_SECONDS)
+        return look(admin)
+
+    monkeypatch.setattr(holders, "of_device", late)
+    begun = time.monotonic()
+    assert cli.main(["drain", "--deadline", "1.5", "--exit", "--endpoint", str(daemon.admin)]) == 1
+    assert time.monotonic() - begun >= 1.5
+    assert capsys.readouterr().out.splitlines()[-1].startswith("16.0 MiB were still charged")
     daemon.start_again()
     until(lambda: "Resumed" in told(engine))
     assert daemon.books().lent_bytes == 16 * MIB
@@ -321,16 +315,13 @@ def test_a_full_disk_is_told(daemon: Daemon, engine: Worker) -> None:
 def test_host_memory_in_the_place_of_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """`driver = "auto"` on a machine whose GPU cannot be used: engines get none of its memory, and why."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for driver, fell_back in (("auto", True), ("host", False)):
-        with running({"driver": driver}) as daemon:
-            driver_line = re.search(r"^driver +(.*)", good("status", at=daemon.admin), re.MULTILINE)
-            assert driver_line[1] == "host" + ", as no usable GPU was found, see `membroker doctor`" * fell_back
-            checked = re.search(r"^(\w+) +broker: .* lends (.*)", good("doctor", at=daemon.admin), re.MULTILINE)
-            assert checked is not None
-            expected = ("warn", "host memory: 256.0 MiB (device)") if fell_back else ("ok", "256.0 MiB (device)")
-            assert checked.groups() == expected
-            with urllib.request.urlopen(daemon.device().metrics_url.replace("/metrics", "/readyz")) as answer:
-                assert answer.read().startswith(b"ok, but no usable GPU was found" if fell_back else b"ok\n")
+    with running({"driver": "auto"}) as daemon:
+        assert "host, as no usable GPU was found, see `membroker doctor`" in good("status", at=daemon.admin)
+        checked = re.search(r"^(\w+) +broker: .* lends (.*)", good("doctor", at=daemon.admin), re.MULTILINE)
+        assert checked is not None
+        assert checked.groups() == ("warn", "host memory: 256.0 MiB (device)")
+        with urllib.request.urlopen(daemon.device().metrics_url.replace("/metrics", "/readyz")) as answer:
+            assert answer.read().startswith(b"ok, but no usable GPU was found")
 
 
 # --- which broker, and whether it answers ---

@@ -121,6 +121,9 @@ def test_a_file_is_loaded_listed_shown_attached_and_deleted(daemon: Daemon, mode
         assert rows(good(*at(daemon)))[1][1] == "ending"
         assert segment.read(index["embed"].offset, 2) == b"\1\1", "it stays mapped where it is"
     until(lambda: is_clean(daemon))
+
+
+def test_programs_get_the_same_as_json(daemon: Daemon, model: Path) -> None:
     loaded = json.loads(good("load", str(model), "llama-7b/weights", "--json", *at(daemon)))
     assert (loaded["size"], loaded["tensors"], loaded["location"]) == (4 * MIB, 2, "device")
     (listed,) = json.loads(good("--json", *at(daemon)))
@@ -192,9 +195,9 @@ def test_at_the_host_and_with_the_models_own_numbers(model: Path) -> None:
 
 
 def test_the_brokers_refusals_are_sentences(model: Path) -> None:
-    """A limit, a name that is taken, a segment that is written or says nothing: status 1, and nothing changes."""
+    """A name that is taken, a segment that is written or says nothing: status 1, and nothing changes."""
     with running() as daemon:
-        good("load", str(model), "m/weights", "--limit", "64MiB", *at(daemon))
+        good("load", str(model), "m/weights", *at(daemon))
         with membroker.connect(daemon.endpoint()) as client, client.attach("m/weights"):
             err = refused("load", str(model), "m/weights", *at(daemon))
         assert "segments/weights exists and is sealed: attach it, publish its next version" in err
@@ -225,28 +228,19 @@ def test_a_load_that_is_refused_leaves_no_model_behind(daemon: Daemon, model: Pa
 # --- How far it is, and what a failure leaves ---
 
 
-def test_lines_tell_how_far_it_is_where_no_bar_can(daemon: Daemon, tmp_path: Path) -> None:
+def test_a_large_file(daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is not copied into memory; and where no bar can be, at most ten lines tell how far it is."""
     path = tmp_path / "x.safetensors"
     write_hollow(path, 200 * MIB)
-    status, _, err = run("load", str(path), "m/w", *at(daemon))
-    assert status == 0
-    *begun, last = err.splitlines()
-    assert len(begun) == 9, "never more than ten"
-    assert re.fullmatch(r"m/w: +10%, 20\.0 MiB of 200\.0 MiB, [\d.]+ .iB/s", begun[0])
-    assert re.fullmatch(r"m/w: 100%, 200\.0 MiB of 200\.0 MiB, [\d.]+ .iB/s", last)
-
-
-def test_the_file_is_not_copied_into_memory(daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "x.safetensors"
-    write_hollow(path, 130 * MIB)
     tracemalloc.start()
     try:
         assert cli.main(("segments", "load", str(path), "m/w", *at(daemon))) == 0
         assert tracemalloc.get_traced_memory()[1] < 16 * MIB
     finally:
         tracemalloc.stop()
-    capsys.readouterr()
-    assert states(daemon) == ["SEALED"]
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 10
+    assert re.fullmatch(r"m/w: +10%, 20\.0 MiB of 200\.0 MiB, [\d.]+ .iB/s", told[0])
 
 
 def test_ctrl_c_in_mid_load_leaves_nothing(daemon: Daemon, tmp_path: Path) -> None:
