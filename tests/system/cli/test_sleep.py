@@ -87,23 +87,3 @@ def test_what_it_says_of_a_model_that_cannot(daemon: Daemon, engine: Worker) -> 
     # It says less if the first question took so long that there was no time for more.
     until(lambda: says in refused(command(daemon, "sleep", "red/chat", "--timeout", "2")))
     engine.send(signal.SIGCONT)
-
-
-def test_two_engines_of_a_model(daemon: Daemon, engine: Worker) -> None:
-    """Each is named. A session beside an engine in the same process needs no answer of its own; another one is said."""
-    with worker() as second, worker() as loader:
-        second.connect(daemon)
-        second.do(_ENGINE)
-        second.do("beside = membroker.connect(client.endpoint); beside.model('chat')")
-        loader.connect(daemon)
-        loader.do("model = client.model('chat')")
-        for one in (engine, second):
-            one.do("state = 'asleep'")
-        lines = done(command(daemon, "sleep", "chat")).splitlines()
-        assert [line.partition(":")[0] for line in lines] == [
-            f"red/chat (process {engine.pid})",
-            f"red/chat (process {second.pid})",
-            "red/chat",
-        ]
-        assert lines[2].startswith(f"red/chat: process {loader.pid}, sessions/")
-        assert lines[2].endswith(" cannot sleep, and keeps its memory")

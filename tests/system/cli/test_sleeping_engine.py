@@ -78,14 +78,3 @@ def test_the_same_tokens_and_no_byte_in_between() -> None:
             assert "is busy" in refused(command(daemon, "sleep", "chat", "--timeout", "0.5"))
             engine.serves()
         until(lambda: not daemon.sessions() and daemon.books().lent_bytes == 0)
-
-
-def test_weights_stay_where_the_broker_lends_no_host_memory() -> None:
-    """The KV cache goes, and the answer says why the weights do not."""
-    with running({"capacity": "128MiB"}) as daemon, an_engine(daemon) as engine:
-        said = done(command(daemon, "sleep", "chat"))
-        assert "weights 0 B)" in said
-        assert "weights kept: " in said
-        assert "host" in said
-        assert books(daemon, "chat") == (WEIGHTS, 0)
-        engine.serves()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.driver_errors import fail_once
+from tests.support.fake_broker import Caller
 from tests.support.fake_lender import PAGE
 from tests.support.threads import together
 
@@ -41,29 +41,20 @@ def test_a_client_that_could_not_end_all_keeps_its_session_until_it_can(
 
 def test_what_is_made_while_its_source_closes(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused, and its addresses are released. The source is a client's, or this process's own."""
-    reserved: list[tuple[int, int]] = []
+    reserved = set[int]()
     reserve, unreserve = HostDriver.reserve, HostDriver.unreserve
     inside, go_on = threading.Event(), threading.Event()
 
     def slow(self: HostDriver, size: int, alignment: int = 0) -> int:
         address = reserve(self, size, alignment)
-        reserved.append((address, size))
+        reserved.add(address)
         inside.set()
         assert go_on.wait(DEADLINE_SECONDS)
         return address
 
     def noted(self: HostDriver, address: int, size: int) -> None:
         unreserve(self, address, size)
-        reserved.remove((address, size))
-
-    def begin(make: Callable[[Any], object], lender: Any) -> None:
-        with pytest.raises(ClosedError):
-            make(lender)
-
-    def end(close: Callable[[], None]) -> None:
-        assert inside.wait(DEADLINE_SECONDS)
-        close()
-        go_on.set()
+        reserved.remove(address)
 
     monkeypatch.setattr(HostDriver, "reserve", slow)
     monkeypatch.setattr(HostDriver, "unreserve", noted)
@@ -73,8 +64,12 @@ def test_what_is_made_while_its_source_closes(daemon: Daemon, monkeypatch: pytes
         for lender, driver, close in ((model, model.driver, client.close), (source, source.driver, source.close)):
             inside.clear()
             go_on.clear()
-            together([partial(begin, make, lender), partial(end, close)])
-            assert reserved == []
+            making = Caller(partial(make, lender))
+            assert inside.wait(DEADLINE_SECONDS)
+            close()
+            go_on.set()
+            assert isinstance(making.end().error, ClosedError)
+            assert not reserved
             until(partial(_is_closed, driver))
 
 

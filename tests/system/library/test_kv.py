@@ -147,18 +147,14 @@ def test_a_busy_engine_gives_way_to_a_guarantee(seed: int) -> None:
             red.add(request)
         until(lambda: lent(red) > 200 * MIB and len(red.engine.running) == 11)
         assert red.engine.preempted == 0
-        began = time.monotonic()
         for _ in range(2):
             blue.add(Request(24, decode_left=50))
         until(lambda: blue.engine.finished == 2)
-        took = time.monotonic() - began
         assert red.engine.preempted
         for request in work:
             request.decode_left = 2
         until(lambda: red.engine.finished == 12)
         assert red.engine.held.isdisjoint(red.engine.used)
-        print(f"blue was served after {took:.2f} s; the longest calls of the two caches were of")
-        print(f"{red.longest} and {blue.longest} calls")
         assert max(red.longest, blue.longest) < 20_000
 
 
