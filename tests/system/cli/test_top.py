@@ -145,11 +145,6 @@ def test_who_waits_and_who_keeps_what_was_recalled_is_seen() -> None:
             waiter.join()
 
 
-def _wait_in_vain(model: membroker.Model) -> None:
-    with suppress(membroker.MembrokerError):
-        model.allocate("512MiB", timeout=600).close()
-
-
 @pytest.mark.parametrize(("end", "status"), [("\x03", 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_an_end_leaves_the_terminal_as_it_was(daemon: Daemon, end: str | signal.Signals, status: int) -> None:
     with top("--endpoint", str(daemon.root)) as terminal:

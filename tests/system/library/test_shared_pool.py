@@ -125,23 +125,6 @@ def test_close_gives_everything_back(broker: Daemon, client: membroker.Client) -
     client.model("m").unregister()  # which it could not leave while it was charged
 
 
-def test_a_clients_own_registration_outlives_the_shared_pools(client: membroker.Client) -> None:
-    """A program that registers a model by itself hosts it in a shared pool as well."""
-    for shared_first in (False, True):
-        with SharedMemoryPool(client, page_size=PAGE) as shared:
-            if shared_first:
-                shared.register_model("m", 8 * PAGE)
-            mine = client.model("m", virtual_capacity=8 * PAGE)
-            if not shared_first:
-                shared.register_model("m", 8 * PAGE)
-            shared.unregister_model("m")
-            mine.allocate(PAGE).close()
-            shared.register_model("m", 8 * PAGE)
-        mine.allocate(PAGE).close()
-        mine.unregister()
-        assert client.models() == []
-
-
 def test_a_broker_that_is_away() -> None:
     """It dies while models are hosted: what is mapped goes on, and the end of the shared pool raises nothing."""
     with running() as daemon, membroker.connect(daemon.endpoint(), outage=0) as client:

@@ -74,17 +74,10 @@ class TestTensors:
         segment.seal()
         with pytest.raises(membroker.SegmentNotWritable):
             segment.lay_out({"a": ("U8", [1])})
-
-    def test_a_header_that_no_reader_would_take(self, client: membroker.Client, model: membroker.Model) -> None:
-        """A tokenizer in the metadata is longer than the 16 MiB that `index` reads of another process's header."""
         tensors, metadata = {"a": ("U8", [1])}, {"tokenizer": "x" * 16 * MIB}
-        segment = model.create_segment("weights", segment_size(tensors, metadata))
-        with pytest.raises(membroker.InvalidRequest, match=r" 16\.0 MiB"):
-            segment.lay_out(tensors, metadata)
-        metadata["tokenizer"] = metadata["tokenizer"][:-1024]
-        segment.lay_out(tensors, metadata)
-        segment.seal()
-        assert client.attach("weights").index().metadata == metadata
+        long = model.create_segment("long", segment_size(tensors, metadata))
+        with pytest.raises(membroker.InvalidRequest, match=r" 16\.0 MiB"):  # as long as no reader takes a header
+            long.lay_out(tensors, metadata)
 
     def test_on_any_failure_there_is_no_segment(self, daemon: Daemon, transport: str) -> None:
         driver = SickDriver()
