@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.daemons import running, until
 from tests.support.sleeping import books, command, done, refused
 
 pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
@@ -18,6 +16,7 @@ pytest.importorskip("torch", reason="PyTorch is not installed here: pip install 
 pytestmark = pytest.mark.deep
 
 ROOT = Path(__file__).parents[3]
+COMMAND = [sys.executable, "-m", "tests.support.sleeping_engine"]
 WEIGHTS = 14 << 20
 
 
@@ -36,28 +35,13 @@ class Engine:
         self.hears("serve", self._expected)
 
 
-@contextmanager
-def an_engine(daemon: Daemon, *options: str) -> Iterator[Engine]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.sleeping_engine", *options],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint()), "OMP_NUM_THREADS": "1"},
-    )
-    with process:
-        try:
-            yield Engine(process)
-        finally:
-            process.stdin.close()
-            process.wait(DEADLINE_SECONDS)
-
-
 def test_the_same_tokens_and_no_byte_in_between() -> None:
     """By a request, by command, over a killed daemon, with weights kept, and while it has requests."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with running({"capacity": "128MiB", "host_capacity": "64MiB"}) as daemon:
-        with an_engine(daemon) as engine:
+        environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint()), "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(COMMAND, text=True, cwd=ROOT, env=environment, **pipes) as process:
+            engine = Engine(process)
             engine.serves()
             assert books(daemon, "chat").device > WEIGHTS
             assert "weights 14.0 MiB)" in done(command(daemon, "sleep", "chat"))
