@@ -82,9 +82,11 @@ class Ranks(Closing):
             undo.pop_all()
 
     def free_ranges(self, ranges: Sequence[Range], *, is_over: bool = False) -> None:
-        """Release the ranges in every rank. No rank waits for its device: its work is over, or the engine ends."""
-        for rank in self._ranks:
-            rank.release(ranges)
+        """Release the ranges in every rank. No rank waits for its device: its work is over, or the engine ends.
+
+        Raises the error of the first rank that has ended. The others have released them.
+        """
+        _in_all(self._ranks, lambda rank: rank.release(ranges))
 
     @property
     def model(self) -> Ranks:
@@ -102,14 +104,12 @@ class Ranks(Closing):
     def on_recall(self, callback: Callable[[Any], object] | None) -> None:
         """Call `callback` with each recall of device memory by any rank's broker, as `Model.on_recall` does."""
         self.recall_callback = callback
-        for rank in self._ranks:
-            rank.tell("on_recall", callback is not None)
+        _in_all(self._ranks, lambda rank: rank.tell("on_recall", callback is not None))
 
     def on_sleep(self, callback: Callable[[SleepRequest], SleepStatus] | None) -> None:
         """Call `callback` with each question to any rank about its sleep, as `Model.on_sleep` does."""
         self.sleep_callback = callback
-        for rank in self._ranks:
-            rank.tell("on_sleep", callback is not None)
+        _in_all(self._ranks, lambda rank: rank.tell("on_sleep", callback is not None))
 
     def on_use(self, callback: Callable[[int], bool]) -> None:
         """Call `callback`, `Sleeper.keep_awake`, for each block of `Rank.awake`, and now for all that run."""
@@ -244,12 +244,17 @@ class _RankLink(Closing):
 
 def _ask_all(ranks: Sequence[_RankLink], name: str, **options: object) -> None:
     """Ask all ranks at the same time, and wait until all have answered. Raises the first error."""
-    errors: list[MembrokerError] = []
     for rank in ranks:
         rank.ask.begin(name, **options)
+    _in_all(ranks, lambda rank: rank.ask.end())
+
+
+def _in_all(ranks: Sequence[_RankLink], call: Callable[[_RankLink], object]) -> None:
+    """Call it for each rank, also after one that has ended or refuses. Raises the first error."""
+    errors: list[MembrokerError] = []
     for rank in ranks:
         try:
-            rank.ask.end()
+            call(rank)
         except MembrokerError as error:
             errors.append(error)
     if errors:

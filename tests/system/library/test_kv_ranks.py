@@ -193,17 +193,20 @@ class Passed:
         return self._ranks.passed() >= 1
 
 
-def test_a_rank_that_dies_is_no_surprise_to_the_scheduler(start: Start) -> None:
-    """Its thread goes on until the engine ends it: only the threads of the cache have ended."""
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_dies_is_no_surprise_to_the_scheduler(start: Start, dead: int) -> None:
+    """Its thread goes on until the engine ends it: only the threads of the cache have ended.
+
+    The close releases the memory of the other rank, whichever it is.
+    """
     engine = start({}, {})
-    engine.workers[1].kill()
-    until(lambda: engine.used()[1] == 0)
+    engine.workers[dead].kill()
+    until(lambda: engine.used()[dead] == 0)
     engine.toy.add(Request(20))
     until(lambda: step(engine.cache, engine.toy) or not engine.cache._threads[0].is_alive())
     assert (engine.toy.finished, engine.cache.stats().blocks) == (0, 2)
     with pytest.raises(ClosedError, match="a rank of this engine has ended"):
         engine.cache.close()
-    engine.workers[0].kill()
     until(lambda: engine.used() == [0, 0])
 
 
