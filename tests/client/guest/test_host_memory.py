@@ -44,38 +44,6 @@ def test_one_that_finds_too_little_beside_anothers_claim_waits_until_that_one_sl
     assert not file.exists(), "the last one removes it"
 
 
-def test_a_large_image_waits_for_none_that_comes_later(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small guests fall asleep one after the other, and there is room for each while the large one waits."""
-    me = threading.local()
-    monkeypatch.setattr(host_memory, "start_of", lambda pid: getattr(me, "name", "") or start_of(pid))
-    monkeypatch.setattr(host_memory, "_parsed", lambda text: dict(map(_claim_of, text.splitlines())))
-    file.write_text(f"1 other {60 * MIB}\n")
-    entered: list[str] = []
-
-    def sleep(name: str, size: int) -> None:
-        me.name = name
-        with claimed(size * MIB) as lacking:
-            entered.append(name + lacking)
-
-    sleepers = [threading.Thread(target=sleep, args=given) for given in (("large", 70), ("small", 31))]
-    for count, sleeper in enumerate(sleepers, 2):
-        sleeper.start()
-        until(lambda count=count: len(file.read_text().splitlines()) == count)
-    assert not entered
-    lock = host_memory._locked(file)
-    assert lock is not None
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[1:]))
-    os.close(lock)
-    for sleeper in sleepers:
-        sleeper.join()
-    assert entered == ["large", "small"]
-
-
-def _claim_of(line: bytes) -> tuple[tuple[int, str], int]:
-    pid, start, size = line.decode().split()
-    return (int(pid), start), int(size)
-
-
 def test_it_does_not_wait_forever_and_says_why(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "CLAIM_SECONDS", 0.0)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
