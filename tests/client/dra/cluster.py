@@ -179,18 +179,12 @@ class Node:
         return info
 
     def arguments(self) -> list[str]:
-        options = {
-            "node": NODE,
-            "runtime-directory": self.daemon.root.parent,
-            "kubelet-directory": self.kubelet,
-            "cdi-directory": self.cdi,
-            "account-directory": self.api.account,
-        }
         return [
-            "-m",
-            "membroker.cli.main",
-            "dra",
-            *(part for key, value in options.items() for part in (f"--{key}", str(value))),
+            *("-m", "membroker.cli.main", "dra", f"--node={NODE}"),
+            f"--runtime-directory={self.daemon.root.parent}",
+            f"--kubelet-directory={self.kubelet}",
+            f"--cdi-directory={self.cdi}",
+            f"--account-directory={self.api.account}",
         ]
 
     def environment(self) -> dict[str, str]:

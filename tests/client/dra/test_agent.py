@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
 import pytest
 from tests.client.dra.claims import NODE, UID, claim, config, result
 from tests.client.dra.cluster import GROUP, Node, node
@@ -101,20 +100,10 @@ def test_the_life_of_a_claim(daemon: Daemon, one: Node, version: str) -> None:
     assert f"has the tenant {TENANT} (host) for acme/worker-0" in one.log()
 
 
-def test_what_it_says_of_itself(one: Node) -> None:
-    assert one.stop() == 0
-    info = one.start()
-    assert (info.type, info.name) == ("DRAPlugin", "membroker")
-    assert list(info.supported_versions) == ["v1.DRAPlugin", "v1beta1.DRAPlugin"]
-    assert one.socket == one.kubelet / "plugins" / "membroker" / "dra.sock"
-    assert not any(path.stat().st_mode & 0o007 for path in (one.socket, one.records))
-
-
 def test_every_call_can_be_repeated(daemon: Daemon, one: Node) -> None:
     """Also when the API server has gone, and after the end of the agent by SIGKILL or of the node's /var/run."""
     asked = one.api.add(claim(configs=[config("Claim", guarantee="64Mi")]))
-    first = one.prepare(asked)
-    file = cdi(one)
+    first, file = one.prepare(asked), cdi(one)
     one.api.objects.clear()
     assert one.prepare(asked) == first
     one.stop(signal.SIGKILL)
@@ -146,13 +135,11 @@ def test_each_claim_of_a_call_has_its_own_end(daemon: Daemon, one: Node) -> None
     good = one.api.add(claim())
     large = one.api.add(claim(uid=OTHER, name="large", configs=[config("Claim", guarantee="1Gi")]))
     absent = pb.Claim(namespace="acme", name="absent", uid=f"2{UID[1:]}")
-    wrong = pb.Claim(namespace="acme", name="../../secrets", uid=f"3{UID[1:]}")
     odd = pb.Claim(namespace="acme", name="odd", uid="../../etc/passwd")
-    found = {uid: answer.error for uid, answer in one.prepare(good, large, absent, wrong, odd).items()}
+    found = {uid: answer.error for uid, answer in one.prepare(good, large, absent, odd).items()}
     assert found.pop(UID) == ""
     assert "more than the capacity (256.0 MiB)" in found.pop(OTHER)
     assert "the API server has no ResourceClaim acme/absent" in found.pop(absent.uid)
-    assert "is not the name of a claim" in found.pop(wrong.uid)
     assert "is not the uid of a claim" in found.pop(odd.uid)
     assert not found
     assert list(tenants(daemon)) == [f"tenants/{TENANT}"]
@@ -161,14 +148,6 @@ def test_each_claim_of_a_call_has_its_own_end(daemon: Daemon, one: Node) -> None
     errors = {uid: answer.error for uid, answer in one.unprepare(good, absent, odd).items()}
     assert (errors[UID], errors[absent.uid]) == ("", "")
     assert "is not the uid" in errors[odd.uid]
-
-
-def test_a_claim_that_cannot_have_all_holds_nothing(daemon: Daemon, one: Node) -> None:
-    """One of its two GPUs has no daemon: the other's guarantee must not wait for it."""
-    asked = one.api.add(claim(results=[result("host"), result("gpu-12345678")]))
-    assert f"the daemon of gpu-12345678 does not run on {NODE}" in one.prepare(asked)[UID].error
-    assert not tenants(daemon)
-    assert not list(one.records.iterdir())
 
 
 def test_a_claim_for_two_gpus(daemon: Daemon, one: Node) -> None:
@@ -240,8 +219,6 @@ def test_what_is_left_of_a_claim_that_does_not_exist_any_more(daemon: Daemon, on
     for at, *answer in (
         (path, 404, b"404 page not found"),
         (path, 404, b'{"reason": "NotFound", "details": {"name": "another"}}'),
-        (path, 404, b'{"reason": "NotFound", "details": []}'),
-        (path, 200, b'{"metadata": 7}'),
         (path, 503, b""),
         (GROUP, 404, b'{"reason": "NotFound", "details": {"name": "worker-gpu"}}'),
         (GROUP, 200, b'{"versions": []}'),
@@ -301,10 +278,8 @@ def test_bad_answers_of_the_api_server(one: Node) -> None:
     for status, text, what in (
         (200, b"[" * 100_000, "is not JSON"),
         (200, b"[7]", "is not an object"),
-        (200, b"{}", "metadata: an object was expected"),
         (200, b"x" * ((4 << 20) + 1), "has more than"),
         (403, json.dumps({"message": "n\n" * 9_999}).encode(), "refuses it (403): 'n\\nn"),
-        (500, b"", "refuses it (500)"),
     ):
         one.api.raw[path] = status, text
         error = one.prepare(asked)[UID].error
@@ -317,16 +292,6 @@ def test_bad_answers_of_the_api_server(one: Node) -> None:
     assert "refuses it (401): 'Unauthorized'" in one.prepare(asked)[UID].error
 
 
-def test_a_request_that_is_too_large(one: Node) -> None:
-    many = [pb.Claim(namespace="acme", name="a", uid=f"{number:08x}{UID[8:]}") for number in range(65)]
-    with pytest.raises(grpc.RpcError) as raised:
-        one.prepare(*many)
-    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    with pytest.raises(grpc.RpcError) as raised:
-        one.unprepare(pb.Claim(name="x" * 300_000))
-    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
 def test_a_second_agent_leaves_the_first_alone(one: Node) -> None:
     done = run_python(one.arguments(), env=one.environment())
     assert done.returncode == 1
@@ -334,24 +299,20 @@ def test_a_second_agent_leaves_the_first_alone(one: Node) -> None:
     asked = one.api.add(claim())
     assert one.prepare(asked)[UID].error == ""
     assert one.unprepare(asked)[UID].error == ""
+    assert not any(path.stat().st_mode & 0o007 for path in (one.socket, one.records))
 
 
 def test_where_it_cannot_run(one: Node) -> None:
     """The sentence says what is missing, before anything is served."""
-    environment, (module, name, *arguments) = one.environment(), one.arguments()
-    for change, what in (
-        ({"KUBERNETES_SERVICE_HOST": ""}, "this is no pod: KUBERNETES_SERVICE_HOST"),
-        ({"KUBERNETES_SERVICE_PORT": "https"}, "this is no pod"),
-    ):
-        assert what in run_python([module, name, *arguments], env={**environment, **change}).stderr
+    outside = {**one.environment(), "KUBERNETES_SERVICE_HOST": ""}
+    assert "this is no pod: KUBERNETES_SERVICE_HOST" in run_python(one.arguments(), env=outside).stderr
     for option, what in (
         ("--node=", "name the node, by --node or NODE_NAME"),
         (f"--account-directory={one.directory}", "cannot read the CA's certificate"),
-        (f"--kubelet-directory={one.directory}/{'k' * 100}", "choose another --kubelet-directory"),
         ("--cdi-directory=/proc/none", "cannot use /proc/none"),
     ):
-        done = run_python([module, name, *arguments, option], env=environment)
-        assert what in done.stderr, done.stderr
+        done = run_python([*one.arguments(), option], env=one.environment())
+        assert what in done.stderr
         assert (done.returncode, done.stdout) == (1, "")
 
 
@@ -360,7 +321,7 @@ def test_a_damaged_record_is_told(daemon: Daemon, one: Node) -> None:
     assert one.prepare(asked)[UID].error == ""
     record = one.records / f"{UID}.json"
     good = record.read_bytes()
-    for bad in (b"", b"[1]", b'{"devices": [7]}', b'{"devices": []}', b"\xff", b"[" * 99_999):
+    for bad in (b"", b'{"devices": [7]}', b"\xff", b"[" * 99_999):
         record.write_bytes(bad)
         assert f"{record} is damaged" in one.unprepare(asked)[UID].error
     record.unlink()
