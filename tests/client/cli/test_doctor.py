@@ -40,7 +40,6 @@ def test_a_limit_that_is_too_low_has_advice() -> None:
         (doctor.check_descriptors(1_048_576), "ok"),
         (doctor.check_descriptors(1024), "warn"),
         (doctor.check_descriptors(129), "fail"),
-        (doctor.check_descriptors(0), "fail"),
         (doctor.check_mappings(65_530), "ok"),
         (doctor.check_mappings(1000), "warn"),
         (doctor.check_inotify(65_536, 128), "ok"),
@@ -49,12 +48,7 @@ def test_a_limit_that_is_too_low_has_advice() -> None:
     ]:
         assert check.status == status
         assert bool(check.advice) == (status != "ok")
-
-
-def test_1024_descriptors_are_enough_for_five_sessions() -> None:
-    """135 each; 64 are the daemon's own, a quarter is for segments, and the kernel refuses at the limit itself."""
     assert "enough for 5 sessions" in doctor.check_descriptors(1024).found
-    assert doctor.check_descriptors(descriptors_for(1)).found.endswith("enough for 1 session")
     assert [sessions_for(descriptors_for(sessions)) for sessions in range(2_000)] == list(range(2_000))
 
 
@@ -134,7 +128,6 @@ def test_no_gpu_is_no_fault_and_an_unusable_one_is_a_warning(monkeypatch: pytest
         ("580.159.04", "GPU-1", "host", "ok", "driver 580.159.04 on x86_64 can suspend processes of this user: "),
         ("580.159.04", "GPU-1", "container", "ok", "only if it has the host's pids (--pid=host)"),
         ("565.57.01", "GPU-1", "host", "warn", "needs --no-sleep here: it needs NVIDIA's driver 570 or later"),
-        ("580.159.04", "MIG-1", "host", "warn", "nobody has tried it with a MIG slice"),
         ("580.159.04", "GPU-1", "MPS", "warn", "nobody has tried it with MPS"),
     ],
 )
@@ -182,21 +175,6 @@ def test_what_cannot_be_looked_at_is_a_failure_not_a_crash(monkeypatch: pytest.M
     ):
         assert (checks[name].status, said in checks[name].found) == ("fail", True)
     assert len(checks) == 19
-
-
-def test_a_check_is_printed_before_the_next_one_is_made(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """They take seconds together, and one that hangs is known by the line before it."""
-    said = []
-
-    def looks() -> doctor.Check:
-        said.append(capsys.readouterr().out)
-        return doctor.Check("gpu", "ok", "none")
-
-    monkeypatch.setattr(doctor, "check_gpu", looks)
-    cli.main(["doctor", "--endpoint", "/nowhere"])
-    assert said[0].splitlines()[-1] == "ok    host driver: an extent was made, seen and freed"
 
 
 def test_another_system_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
