@@ -126,30 +126,6 @@ def test_a_call_under_way_holds_off_the_end(run: Run) -> None:
     """)
 
 
-def test_many_threads_close_and_one_frees(run: Run) -> None:
-    """Closers and users of one buffer at the same time, a hundred times: freed once each, and never in use."""
-    run("""
-        import sys
-        sys.setswitchinterval(1e-6)
-        for _ in range(100):
-            buffer = UnifiedBuffer(driver, 4096)
-            hints = ManagedMemoryHints.from_unified(buffer)
-            failures = []
-            def use():
-                try:
-                    hints.set_read_mostly()
-                except ClosedError:
-                    pass
-                except Exception as error:
-                    failures.append(error)
-            threads = [threading.Thread(target=work) for work in (use, buffer.close, use, buffer.close)]
-            [thread.start() for thread in threads]
-            [thread.join() for thread in threads]
-            assert not failures, failures
-            assert asked().count("cuMemFree") == asked().count("cuMemAllocManaged 4096")
-    """)
-
-
 def test_after_a_fork_the_childs_buffer_raises_and_frees_nothing(run: Run) -> None:
     """CUDA does not survive a fork, and the pages are not inherited: even the view of them would fault."""
     run("""
@@ -187,16 +163,6 @@ def test_a_device_without_managed_memory_says_so(run: Run) -> None:
         assert asked() == []
     """
     run(code, FAKE_CUDA_LACKS="83")
-
-
-def test_a_driver_that_is_closed_first_is_said(run: Run) -> None:
-    """The wrong order at the end of a program: the memory went with the context, and the error says what is closed."""
-    run("""
-        buffer = UnifiedBuffer(driver, MIB)
-        driver.close()
-        with pytest.raises(DeviceFailure, match="CUDA_ERROR_DEINITIALIZED"):
-            buffer.close()
-    """)
 
 
 # The page
