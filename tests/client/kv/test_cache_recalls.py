@@ -10,12 +10,9 @@ from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_lender import PAGE
 from tests.support.sizes import MIB
 from tests.support.toy_engine import Request, ToyEngine
-from tests.support.toy_serving import BLOCKS, Recall, Recalled, an_engine, serving, step, steps
+from tests.support.toy_serving import Recall, Recalled, an_engine, serving, step, steps
 
-from membroker.kv import ElasticCache, Layout, Strided, state
-from membroker.kv.balloon import Balloon
-from membroker.kv.state import CacheState
-from membroker.pool.pool import VirtualMemoryPool
+from membroker.kv import ElasticCache, state
 
 
 @contextmanager
@@ -56,20 +53,6 @@ def test_requests_are_preempted_and_finish_later(lender: Recalled) -> None:
         for request in engine.running + engine.waiting:
             request.decode_left = 2
         steps(cache, engine, lambda: engine.finished == 4)
-
-
-def test_a_recall_may_come_at_once(lender: Recalled, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the moment in which the broker hears that this model answers recalls."""
-    on_recall, recalls = lender.on_recall, list[Recall]()
-
-    def at_once(callback: object) -> None:
-        on_recall(callback)
-        if callback is not None:
-            recalls.append(lender.recall(PAGE))
-
-    monkeypatch.setattr(lender, "on_recall", at_once)
-    with serving(lender, an_engine()):
-        until(lambda: recalls[0].answers)
 
 
 @pytest.fixture
@@ -140,37 +123,6 @@ def test_a_recall_that_is_raised(lender: Recalled) -> None:
         assert (recall.answers, recall.remaining) == (1, 0)
 
 
-def test_what_is_added_is_looked_for(lender: Recalled) -> None:
-    """All that could go has gone, and the answer is due. A raise comes before it: there may be more by now."""
-    cache = CacheState(Balloon(Layout(0, PAGE, 8, [Strided(0, PAGE, PAGE)])))
-    recall = Recall(lender, PAGE)
-    cache.recalled(recall)
-    cache.hold(an_engine())
-    recall.size += PAGE
-    cache.recalled(recall)
-    assert cache.settled(has_engine=True) is None
-    cache.hold(an_engine())
-    assert cache.settled(has_engine=True) is recall
-
-
-def test_host_memory_is_not_the_caches(lender: Recalled) -> None:
-    with serving(lender, an_engine()):
-        recall = Recall(lender, PAGE)
-        recall.location = "host"
-        assert lender.recall_callback(recall) is None
-
-
-def test_before_the_engine_is_there(lender: Recalled) -> None:
-    """It warms up and captures graphs, so nothing can be released. The answer comes at once, and says so."""
-    with VirtualMemoryPool(lender, BLOCKS * MIB, PAGE) as pool:
-        layout = Layout(pool.base_address, PAGE, BLOCKS, [Strided(pool.base_address, MIB, MIB)])
-        with ElasticCache(pool, layout) as cache:
-            assert cache.prepare(8)
-            recall = lender.recall(PAGE)
-            until(lambda: recall.answers)
-            assert recall.remaining == PAGE
-
-
 def test_a_program_with_a_callback_of_its_own(lender: Recalled) -> None:
     """It has more to release than the cache. It passes recalls on, and the cache does not take the callback away."""
     engine, seen = an_engine(caches=True), []
@@ -204,15 +156,3 @@ def test_a_recall_that_is_open_at_the_end_is_answered(lender: Recalled, what: st
         until(lambda: not cache._threads[1].is_alive())
         assert cache.answer(Recall(lender, PAGE)) is None, "there is no thread that would answer it"
     lender.on_recall(None)
-
-
-@pytest.mark.parametrize("seconds", [0.0, 0.05])
-def test_a_deadline_that_is_over(lender: Recalled, seconds: float) -> None:
-    """It is answered at once, and what goes has gone a little later: no page is stuck between."""
-    engine = an_engine()
-    with busy(lender, engine) as cache:
-        recall = lender.recall(4 * PAGE, seconds=seconds)
-        steps(cache, engine, lambda: recall.answers)
-        for request in engine.running + engine.waiting:
-            request.decode_left = 1
-        steps(cache, engine, lambda: engine.finished)

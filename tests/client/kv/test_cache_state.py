@@ -13,9 +13,8 @@ from tests.support.fake_lender import PAGE
 from tests.support.sizes import MIB
 
 from membroker.kv.balloon import Balloon
-from membroker.kv.engine import Over
 from membroker.kv.groups import DOOMED, DRAINING, MAPPED
-from membroker.kv.state import ASK_GROUPS, MOST_GROUPS, PATIENCE_SECONDS, CacheState
+from membroker.kv.state import ASK_GROUPS, PATIENCE_SECONDS, CacheState
 
 
 @dataclass
@@ -123,39 +122,6 @@ def test_an_engine_is_short_while_it_waits_or_others_do(clock: Any) -> None:
     assert state.is_short
 
 
-def test_a_burst_asks_for_more_after_each_grant(clock: Any) -> None:
-    """Many pages at once must not wait for each other: what was refused, or waited, is asked for page by page."""
-    balloon = Balloon(block_major(PAGE, 200))
-    with_memory(balloon, 1)
-    state = CacheState(balloon)
-    state.want(200)
-    for most in (ASK_GROUPS, 4 * ASK_GROUPS, MOST_GROUPS, MOST_GROUPS):
-        groups, may_wait = state.question() or pytest.fail("it asks for nothing")
-        assert (len(groups), may_wait) == (most, most == ASK_GROUPS)
-        clock.now += not may_wait  # a busy engine's thread is late, and the broker let nothing wait
-        state.answered(groups, is_granted=True)
-    groups, may_wait = state.question() or pytest.fail("it asks for nothing")
-    assert not may_wait
-    state.answered(groups, is_granted=False)
-    for seconds, most in ((0.0, 1), (0.2, ASK_GROUPS), (0.2, 1), (0.0, 1), (0.0, ASK_GROUPS)):
-        groups, may_wait = state.question() or pytest.fail("it asks for nothing")
-        assert (len(groups), may_wait) == (most, True)
-        clock.now += seconds
-        state.answered(groups, is_granted=True)
-
-
-def test_several_ranks_are_asked_for_no_more_at_once() -> None:
-    """Those that are asked first have for a moment what the last one may refuse."""
-    balloon = Balloon(block_major(PAGE, 200))
-    with_memory(balloon, 1)
-    state = CacheState(balloon, has_ranks=True)
-    state.want(200)
-    for _ in range(3):
-        groups, may_wait = state.question() or pytest.fail("it asks for nothing")
-        assert (len(groups), may_wait) == (ASK_GROUPS, True)
-        state.answered(groups, is_granted=True)
-
-
 def test_what_waits_for_its_fence_goes_after_the_answer_too() -> None:
     """A recall is answered in time, and the step that may use the pages is not over: they are as good as released."""
     balloon, state, engine = five_groups()
@@ -164,29 +130,6 @@ def test_what_waits_for_its_fence_goes_after_the_answer_too() -> None:
     state.settled(has_engine=True)
     state.want(10)
     assert balloon.groups.state(4) == DOOMED
-
-
-def test_a_recall_keeps_what_had_gone_before_it_from_coming_back() -> None:
-    """Groups that retire for want of use are as good as released, too: the recall asks for nothing else."""
-    balloon, state, engine = five_groups()
-    assert state.hold(engine) == [4]
-    state.retire(Over())
-    state.recalled(Recall("m", PAGE, time.monotonic()))
-    assert state.hold(engine) == []
-    state.settled(has_engine=True)
-    state.want(10)
-    assert balloon.groups.state(4) == DOOMED
-
-
-def test_what_is_wanted_again_before_it_has_a_fence_stays() -> None:
-    """The engine could record no fence. A later one is for what still retires, and not for what is in use by then."""
-    balloon, state, engine = five_groups()
-    assert state.hold(engine) == [4]
-    assert state.hold(engine) == [4]
-    state.want(10)
-    assert state.hold(engine) == []
-    state.retire(Over())
-    assert (state.retiring(), balloon.groups.state(4)) == ([], MAPPED)
 
 
 def test_a_recall_takes_free_groups_and_not_those_that_drain_already() -> None:
@@ -198,12 +141,3 @@ def test_a_recall_takes_free_groups_and_not_those_that_drain_already() -> None:
     assert state.hold(engine) == [3]
     assert (balloon.groups.state(3), balloon.groups.state(4)) == (DOOMED, MAPPED)
     assert not engine.asked
-
-
-def test_an_engine_that_gives_up_other_blocks_is_told_so() -> None:
-    """Else it would be left without a free block after each turn, and nothing would say why."""
-    balloon, state, engine = five_groups()
-    engine.unused = lambda blocks: range(balloon.groups.available)
-    state.recalled(Recall("m", PAGE, time.monotonic()))
-    with pytest.raises(AssertionError, match="not asked for"):
-        state.hold(engine)

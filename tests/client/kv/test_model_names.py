@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from membroker.ext import names
-from membroker.kv.bounds import Bounds
 from membroker.kv.model_names import model_name
 
 COMMIT = "0123456789abcdef" * 2
@@ -29,17 +27,10 @@ def test_a_name_that_the_broker_allows_stays(served: str, tmp_path: Path, monkey
     ("served", "name"),
     [
         ("通义千问", "model-25efd95f"),
-        ("文心一言", "model-6317503a"),
         ("/no/such/my model", "my-model-"),
-        ("a/b/chat", "chat-"),
-        ("c/d/chat", "chat-"),
         ("s3://bucket/llama/", "llama-"),
-        ("é" * 200, "model-"),
         ("x" * 200, "x" * 87 + "-"),
-        ("-m", "m-"),
         ("/a/.b", "b-"),
-        ("/", "model-"),
-        ("", "model-"),
         ("\udcff\0", "model-"),
     ],
 )
@@ -47,7 +38,6 @@ def test_any_other_name_keeps_its_last_part_and_gets_a_digest(served: str, name:
     found = model_name(served)
     assert found.startswith(name)
     assert names.valid_model(found)
-    assert found == model_name(served), "each process of an engine has the same name"
 
 
 def test_different_names_stay_different() -> None:
@@ -92,23 +82,3 @@ def test_one_path_with_other_checkpoints_is_other_models(tmp_path: Path) -> None
     (mounted / "README.md").write_text("a page, and no part of the model")
     assert model_name(str(mounted)) == model_name(f"{mounted}/.") == found[-1], "it was downloaded again"
     assert model_name(str(mounted / "model.safetensors")).startswith("model.safetensors-")
-
-
-def test_a_checkpoint_that_cannot_be_read_has_a_name(tmp_path: Path) -> None:
-    (tmp_path / "my model").mkdir()
-    (tmp_path / "my model" / "model.bin").symlink_to(tmp_path / "missing")
-    assert model_name(str(tmp_path / "my model")).startswith("my-model-")
-
-
-def test_the_log_tells_a_name_that_is_not_the_served_one(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    log = logging.getLogger("a test")
-    monkeypatch.delenv("MEMBROKER_MODEL", raising=False)
-    with caplog.at_level(logging.INFO, "a test"):
-        assert Bounds().name("chat", log) == "chat"
-        assert not caplog.messages
-        name = Bounds().name("通义千问", log)
-    assert caplog.messages == [
-        f"membroker: the broker knows what this engine serves as '通义千问' by the name {name!r}"
-    ]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import resource
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -16,7 +13,6 @@ from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.fake_broker import Caller
 
 from membroker.kv import rank
-from membroker.kv.lines import hang_up
 from membroker.kv.rank import CONNECTIONS
 
 STRANGERS = {
@@ -78,21 +74,3 @@ def test_another_connection_with_the_key_is_hung_up_on(listener: socket.socket, 
     rest = [rank.connect(listener.getsockname(), number) for number in range(1, CONNECTIONS)]
     for connection in (first, *rest, *waits.value()):
         connection.close()
-
-
-def test_a_connection_is_ended_by_a_process_without_a_free_descriptor() -> None:
-    """An engine that has used up its descriptors must be able to end: a thread waits for this connection."""
-    ours, theirs = Pipe()
-    waits = threading.Thread(target=lambda: ours.poll(None), daemon=True)
-    waits.start()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        hang_up(ours)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    waits.join(DEADLINE_SECONDS)
-    assert not waits.is_alive()
-    assert theirs.poll(0)
-    ours.close()
-    theirs.close()

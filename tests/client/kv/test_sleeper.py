@@ -20,10 +20,8 @@ from tests.support.sizes import KIB
 from tests.support.toy_engine import Fence, Request, ToyEngine
 from tests.support.toy_serving import Recalled, an_engine, serving, step, steps
 
-from membroker.errors import BrokerUnavailable, ClosedError, MembrokerError, OutOfMemory, SessionLost
-from membroker.kv import ElasticCache, Layout, Sleeper, Strided, sleeper
-from membroker.kv.balloon import Balloon
-from membroker.kv.state import CacheState
+from membroker.errors import ClosedError, SessionLost
+from membroker.kv import ElasticCache, Sleeper, sleeper
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.types import SleepRequest, SleepStatus
 
@@ -165,28 +163,6 @@ def test_weights_can_be_kept(lender: Slept) -> None:
         assert lender.lent_bytes == 0
 
 
-def test_a_floor_stays_and_is_said(lender: Slept) -> None:
-    """Its blocks are held all the same: no step can run without weights."""
-    with scene(lender, floor=3 * PAGE) as one:
-        one.cache.rest()
-        until(lambda: lender.lent_bytes == WEIGHTS + 3 * PAGE)
-        asleep = one.until_asleep()
-        assert (asleep.cache_bytes, asleep.detail) == (0, "KV cache of 6.0 MiB kept: its floor")
-        assert lender.lent_bytes == 3 * PAGE
-        assert len(one.engine.free) == 0
-        one.serve()
-
-
-def test_nothing_is_asked_for_while_it_sleeps() -> None:
-    """Also if nothing is left that could go."""
-    state = CacheState(Balloon(Layout(0, PAGE, 8, [Strided(0, PAGE, PAGE)])))
-    state.suspend()
-    assert not state.want(4)
-    assert state.question() is None
-    state.resume()
-    assert state.question() == ([0, 1, 2], True)
-
-
 def test_a_busy_engine_does_not_sleep(lender: Slept) -> None:
     """It says so, serves on, and sleeps when it rests; not after the operator has left."""
     with scene(lender) as one:
@@ -240,45 +216,6 @@ def test_an_idle_engine_sleeps_by_itself_and_says_so(lender: Slept, monkeypatch:
         one.serve()
         assert not one.broker_asks().by_itself
         one.until_asleep()
-
-
-def test_no_sleep_where_a_lone_request_would_pay_more_than_it_brings(
-    lender: Slept, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last wake took a minute: it is idle for ten before it sleeps again. An operator's word does not ask."""
-    clock = Clock(monkeypatch)
-    with asleep(lender) as one:
-        lender.capacity = PAGE
-        one.ask(wake=True)
-        until(lambda: "waits for memory: " in one.ask(wake=True).detail)
-        clock.skipped += 60
-        lender.capacity = 1 << 40
-        one.serve()
-        clock.skipped += 300
-        assert one.broker_asks(1.0) == SleepStatus("awake"), "it is no one to be chosen"
-        assert one.sleeper._request is None
-        clock.skipped += 600
-        one.broker_asks(1.0)
-        until(lambda: one.broker_asks().state == "asleep")
-        one.serve()
-        one.until_asleep()
-
-
-def test_no_sleep_that_gives_nothing(lender: Slept, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine without borrowed weights whose cache is at its floor: the first sleep has found that out."""
-    clock = Clock(monkeypatch)
-    engine = an_engine()
-    with serving(lender, engine, floor=3 * PAGE) as cache, Sleeper(cache) as only:
-        cache.rest()
-        until(lambda: cache.stats().charged_bytes == 3 * PAGE)
-        clock.skipped += 100
-        only.answer(SleepRequest(False, False, 0.0, 10.0))
-        until(lambda: only.state == "asleep")
-        only.wake()
-        until(lambda: only.state == "awake")
-        clock.skipped += 100
-        assert only.answer(SleepRequest(False, False, 0.0, 10.0)) == SleepStatus("awake")
-        assert only._request is None
 
 
 def test_a_request_that_comes_before_the_decision_is_seen(lender: Slept) -> None:
@@ -367,33 +304,6 @@ def test_it_holds_nothing_that_it_cannot_use_for_long(lender: Slept, monkeypatch
         one.serve()
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("error", [OutOfMemory("the host"), BrokerUnavailable("it is away")])
-def test_it_holds_them_if_they_cannot_go_to_the_host(
-    lender: Slept, error: MembrokerError, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It goes on asking for the rest, and the operator reads what it waits for."""
-    monkeypatch.setattr(sleeper, "GIVE_WAY_SECONDS", 0.5)
-    tried: list[bool] = []
-
-    def refuse(size: int, location: object) -> None:
-        tried.append(True)
-        raise error
-
-    with asleep(lender) as one:
-        monkeypatch.setattr(lender, "charge", refuse)
-        lender.capacity = WEIGHTS
-        one.ask(wake=True)
-        until(lambda: lender.lent_bytes == WEIGHTS)
-        until(lambda: len(tried) > 1)
-        assert one.ask(wake=True).state == "waking"
-        assert lender.lent_bytes == WEIGHTS
-        lender.capacity = 1 << 40
-        until(lambda: one.ask(wake=True).state == "awake")
-        one.serve()
-    assert "failed to fall asleep" not in caplog.text
-
-
 def test_weights_stay_if_the_host_has_no_room(lender: Slept) -> None:
     """The cache goes all the same, and the operator reads why."""
     with scene(lender) as one:
@@ -403,21 +313,6 @@ def test_weights_stay_if_the_host_has_no_room(lender: Slept) -> None:
         assert asleep == SleepStatus("asleep", PAGE, 0, "weights kept: the lender's host")
         assert lender.lent_bytes == WEIGHTS
         one.serve()
-
-
-def test_it_says_that_it_can_wake_no_more(lender: Slept, caplog: pytest.LogCaptureFixture) -> None:
-    """The pool of the weights was closed in its sleep. What waits for them ends, and an operator reads why."""
-    with asleep(lender) as one:
-        one.sleeper._weights.close()
-        with pytest.raises(ClosedError), one.sleeper.awake():
-            pass
-        answer = one.ask(wake=True)
-        assert (answer.state, "can no longer sleep or wake: " in answer.detail) == ("unsupported", True)
-    assert "can no longer sleep or wake: " in caplog.text
-    caplog.clear()
-    with asleep(lender):
-        pass
-    assert not caplog.records
 
 
 def test_a_sleeping_engine_ends_whose_session_is_unknown(lender: Slept) -> None:
@@ -449,17 +344,6 @@ def test_the_driver_fails_while_it_falls_asleep(lender: Slept) -> None:
             assert lender.lent_bytes == 4 * PAGE
         one.until_asleep()
         assert lender.lent_bytes == 0
-
-
-def test_a_cache_alone_can_sleep(lender: Slept) -> None:
-    """The weights are elsewhere, and the operator reads where."""
-    engine = an_engine()
-    with serving(lender, engine) as cache, Sleeper(cache, kept="they are elsewhere") as sleeper:
-        one = Scene(lender, engine, cache, sleeper)
-        one.serve()
-        assert one.until_asleep().detail == "weights kept: they are elsewhere"
-        assert lender.lent_bytes == 0
-        one.serve()
 
 
 def test_what_uses_weights_wakes_it_and_keeps_it_awake(lender: Slept) -> None:
