@@ -52,33 +52,6 @@ def test_one_device_is_not_taken_for_two() -> None:
         check_two_devices(make_first, make_first)
 
 
-def test_twins_are_told_apart_by_their_ordinals(first: HostDriver, second: HostDriver) -> None:
-    """The first has the uuid that every twin had before there were two."""
-    assert [(twin.device.uuid, twin.device.ordinal) for twin in (first, second)] == [("host", 0), ("host-1", 1)]
-    with pytest.raises(ValueError, match="0 or more"):
-        HostDriver(ordinal=-1)
-
-
-def test_access_is_granted_to_each_device_by_name(first: HostDriver, second: HostDriver) -> None:
-    """One writes, the other reads, and what was taken back is gone."""
-    with (
-        AddressRange(first, GRANULARITY) as addresses,
-        PhysicalMemory.create(first, GRANULARITY) as memory,
-        MappedRange(addresses, memory, access={first: AccessFlags.READ_WRITE, second: AccessFlags.READ}) as mapping,
-    ):
-        first.write(mapping.address, b"seen")
-        assert second.read(mapping.address, 4) == b"seen"
-        with pytest.raises(DriverError):
-            second.write(mapping.address, b"x")
-        assert second.view(mapping.address, 4).readonly
-        assert mapping.get_access() is AccessFlags.READ_WRITE
-        assert mapping.get_access(second) is AccessFlags.READ
-        mapping.set_access(AccessFlags.NONE, second)
-        with pytest.raises(DriverError, check=named("EACCES")):
-            second.view(mapping.address, 1)
-        first.write(mapping.address, b"unseen")
-
-
 def test_closing_waits_for_every_device_that_was_granted_access(
     first: HostDriver, second: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

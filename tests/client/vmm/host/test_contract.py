@@ -16,7 +16,6 @@ from tests.support.driver_errors import named
 from tests.support.host_driver import copies, lent, make_host, mapped, used
 
 from membroker.testing import CHECKS, MakeDriver, check_driver, wait_until
-from membroker.testing.harness import TRUTH_BYTES, child_process, keep_descriptor, keep_mapping
 from membroker.vmm import DriverError, DriverOutOfMemory, Handle, Location
 from membroker.vmm.host.driver import GRANULARITY, HostDriver
 from membroker.vmm.host.watch import ExtentWatch
@@ -90,22 +89,6 @@ def test_locations_have_totals_of_their_own() -> None:
 # The truth about memory
 
 
-@pytest.mark.parametrize("keep", [keep_mapping, keep_descriptor])
-def test_a_killed_borrowers_memory_stays_until_it_is_dead(driver: HostDriver, keep: Callable[..., None]) -> None:
-    """A worker is killed with SIGKILL; its bytes count until then, and not a byte is left after."""
-    with child_process(keep, make_host) as child:
-        child.wait_for_reply()
-        handle = driver.create(TRUTH_BYTES)
-        descriptor = driver.export(handle)
-        child.send_descriptor(descriptor)
-        child.wait_for_reply()
-        os.close(descriptor)
-        driver.release(handle)
-        assert used(driver) == TRUTH_BYTES
-        child.kill()
-        wait_until(lambda: used(driver) == 0, "the dead worker's memory is back")
-
-
 def test_a_forked_child_keeps_its_parents_memory_until_it_abandons_the_driver(driver: HostDriver) -> None:
     """A worker forks and lets go; its child holds the mapping and the handle, until the fork hook runs."""
     address, handle = mapped(driver)
@@ -170,16 +153,6 @@ def test_a_child_of_a_fork_in_c_is_refused_too(driver: HostDriver) -> None:
             told = error.name
         os._exit(0 if told == "ECHILD" else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_a_mark_is_waited_for_once(driver: HostDriver) -> None:
-    """As with CUDA, whose event is destroyed then: a second wait must not pass on a machine without a GPU."""
-    copier = driver.copier()
-    mark = copier.mark()
-    copier.wait(mark)
-    with pytest.raises(KeyError):
-        copier.wait(mark)
-    copier.close()
 
 
 def test_a_queued_packet_keeps_the_memory(driver: HostDriver) -> None:
