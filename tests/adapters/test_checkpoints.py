@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from tests.support.tensors import bytes_of
 
 import membroker
 from membroker import segment as segments
-from membroker.checkpoint import publish_arrays, publish_checkpoint
+from membroker.checkpoint import publish_arrays
 from membroker.safetensors import segment_size
 
 pytestmark = pytest.mark.shared_daemon
@@ -25,37 +24,6 @@ class TestTorch:
     @pytest.fixture(autouse=True)
     def torch(self) -> Any:
         return pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
-
-    def test_a_checkpoint_of_another_program(
-        self, client: membroker.Client, model: membroker.Model, tmp_path: Path, torch: Any
-    ) -> None:
-        """BOOL before BF16 at an odd offset: such a file was loaded, and its tensors were refused then."""
-        from membroker.adapters.torch import attach_module, without_weights
-
-        module = torch.nn.Linear(5, 3, dtype=torch.bfloat16)
-        module.register_buffer("mask", torch.tensor([True, False, True]))
-        state, entries, content = module.state_dict(), [], b""
-        for name, dtype in (("mask", "BOOL"), ("weight", "BF16"), ("bias", "BF16")):
-            data, shape = bytes_of(state[name]), list(state[name].shape)
-            offsets = [len(content), len(content) + len(data)]
-            entries.append(f'"{name}":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}')
-            content += data
-        header = ("{" + ",".join(entries) + "}").encode()
-        header += b" " * (1 - len(header) % 2)
-        (tmp_path / "odd.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content)
-        publish_checkpoint(model, "weights", tmp_path).close()
-        with client.attach("weights") as segment:
-            tensors = segment.tensors("torch")
-            assert {name: bytes_of(value) for name, value in tensors.items()} == {
-                name: bytes_of(value) for name, value in state.items()
-            }
-            assert {value.data_ptr() % 256 for value in tensors.values()} == {0}
-            with without_weights():
-                empty = torch.nn.Linear(5, 3, dtype=torch.bfloat16)
-            empty.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
-            attach_module(segment, empty)
-        sample = torch.randn(2, 5, dtype=torch.bfloat16)
-        assert torch.equal(empty(sample), module(sample))
 
     def test_what_torch_does_not_have_is_named(self, client: membroker.Client, model: membroker.Model) -> None:
         tensors = {"packed": ("F6_E2M3", (4,))}
@@ -93,17 +61,6 @@ class TestTorch:
             with pytest.raises(membroker.SegmentNotWritable):
                 segment.write(0, torch.ones(1))
 
-    def test_one_call_publishes_arrays_and_tensors(self, client: membroker.Client, model: membroker.Model) -> None:
-        import torch
-
-        told: list[tuple[int, int]] = []
-        mixed = {"n": np.arange(3, dtype="i2"), "t": torch.arange(4, dtype=torch.bfloat16)}
-        with publish_arrays(model, "weights", mixed, progress=lambda *two: told.append(two)) as segment:
-            assert told[-1] == (14, 14)
-            found = segment.tensors("torch")
-        assert (found["n"].tolist(), found["t"].tolist()) == ([0, 1, 2], [0, 1, 2, 3])
-        assert found["t"].dtype == torch.bfloat16
-
 
 class TestJax:
     @pytest.fixture(autouse=True)
@@ -111,7 +68,7 @@ class TestJax:
         return pytest.importorskip("jax", reason="JAX is not installed: pip install jax")
 
     def test_every_array_of_a_segment(self, client: membroker.Client, model: membroker.Model, jax: Any) -> None:
-        """Three of four of these were refused, because only the first of them was aligned."""
+        """Each begins where JAX wants it, whatever stands before it."""
         arrays = {
             "a": np.arange(30, dtype="f4").reshape(10, 3),
             "b": np.ones(5, "f2"),
@@ -129,54 +86,6 @@ class TestJax:
             assert {name: array.unsafe_buffer_pointer() for name, array in found.items()} == places, "nothing is copied"
         del found
         collect()
-
-    def test_every_array_of_a_file(
-        self, client: membroker.Client, model: membroker.Model, tmp_path: Path, jax: Any
-    ) -> None:
-        """Four of four were refused: a file aligns to 8 bytes."""
-        safetensors = pytest.importorskip("safetensors.numpy")
-        arrays = {name: np.full(size, size, "f4") for name, size in (("a", 3), ("b", 5), ("c", 1), ("d", 1000))}
-        safetensors.save_file(arrays, tmp_path / "model.safetensors")
-        publish_checkpoint(model, "weights", tmp_path).close()
-        with client.attach("weights") as segment:
-            found = segment.tensors("jax")
-            assert {name: float(array.sum()) for name, array in found.items()} == {
-                name: float(array.sum()) for name, array in arrays.items()
-            }
-        del found
-        collect()
-
-    def test_dtypes_of_jax(self, model: membroker.Model, jax: Any) -> None:
-        """`jnp.float32` is neither a dtype nor a class of NumPy's: it was "not a dtype"."""
-        from membroker.adapters.jax import array
-
-        jnp = jax.numpy
-        with model.allocate("2MiB") as buffer:
-            for dtype in (jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.float8_e4m3fn, jnp.zeros(1).dtype):
-                made = array(buffer, (4,), dtype)
-                assert made.dtype == dtype
-                del made
-            for word in ("BF16", "F16", "I32", "U8", "BOOL", "C64"):
-                assert array(buffer, (4, 4), word).shape == (4, 4)
-            collect()
-
-    def test_a_refusal_says_what_this_adapter_can_do(self, model: membroker.Model) -> None:
-        """It once passed on JAX's advice to set `copy`, which the adapter does not have."""
-        from membroker.adapters.jax import array
-
-        with model.allocate("2MiB") as buffer:
-            with pytest.raises(
-                membroker.InvalidRequest, match="offset 4 is not: begin the array at a multiple of 64"
-            ) as at:
-                array(buffer, (4,), "F32", offset=4)
-            assert "copy=" not in str(at.value)
-
-    def test_a_tensor_that_jax_refuses_is_named(self, client: membroker.Client, model: membroker.Model) -> None:
-        with (
-            publish_arrays(model, "weights", {"position": np.arange(3)}) as segment,
-            pytest.raises(membroker.InvalidRequest, match="position: JAX would copy I64 to 32 bits"),
-        ):
-            segment.tensors("jax")
 
 
 # In other processes: a sealed segment is pickled by its name, and a spawned DataLoader attaches it
@@ -209,16 +118,12 @@ def test_a_sealed_segment_is_pickled_by_its_name(
         pickle.loads(text)
 
 
-def test_what_cannot_be_pickled_yet(model: membroker.Model) -> None:
-    with model.create_segment("weights", 1) as segment:
-        with pytest.raises(TypeError, match=r"only a sealed, open segment can be pickled, and .*being written"):
-            pickle.dumps(segment)
-        segment.seal()
-    with pytest.raises(TypeError, match="closed"):
+def test_what_cannot_be_pickled_says_what_to_do(client: membroker.Client, model: membroker.Model) -> None:
+    with (
+        model.create_segment("weights", 1) as segment,
+        pytest.raises(TypeError, match=r"only a sealed, open segment can be pickled, and .*being written"),
+    ):
         pickle.dumps(segment)
-
-
-def test_a_client_and_a_model_say_what_to_do(client: membroker.Client, model: membroker.Model) -> None:
     for one in (client, model):
         with pytest.raises(TypeError, match=r"belongs to this process .*: in the other process, connect\(\)"):
             pickle.dumps(one)

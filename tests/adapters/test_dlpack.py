@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import sys
 import textwrap
 import threading
 import tracemalloc
-import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.garbage import collect
 from tests.support.sizes import MIB, PAGE
 
@@ -22,7 +20,7 @@ import membroker
 from membroker import Client, dlpack
 from membroker.checkpoint import publish_arrays
 from membroker.dlpack import DlpackTensor, export
-from membroker.errors import ClosedError, InvalidOffset, InvalidRequest, NotMapped
+from membroker.errors import ClosedError, InvalidRequest, NotMapped
 from membroker.model import Model
 
 np = pytest.importorskip("numpy", reason="DLPack is tested with NumPy: pip install numpy")
@@ -32,7 +30,6 @@ pytestmark = pytest.mark.shared_daemon
 NUMPYS = {"BOOL": "bool", "F16": "float16", "F32": "float32", "F64": "float64", "C64": "complex64"} | {
     f"{letter}{bits}": f"{name}{bits}" for letter, name in (("U", "uint"), ("I", "int")) for bits in (8, 16, 32, 64)
 }
-FLOAT8 = ["F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"]
 
 
 @pytest.fixture
@@ -74,28 +71,12 @@ class TestBytes:
             assert bytes(np.asarray(array).tobytes()) == bytes(buffer.view()[: 6 * array.itemsize])
             del array
 
-    @pytest.mark.parametrize("dtype", ["BF16", *FLOAT8])
-    def test_dtypes_that_torch_has_beyond_numpys(self, model: Model, torch: Any, dtype: str) -> None:
-        """Weights are BF16, and quantised ones F8: ml_dtypes writes them, and PyTorch reads the same numbers."""
-        ml_dtypes = pytest.importorskip("ml_dtypes")
-        name = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"} | {
-            "F8_E8M0": "float8_e8m0fnu",
-            "F8_E4M3FNUZ": "float8_e4m3fnuz",
-            "F8_E5M2FNUZ": "float8_e5m2fnuz",
-        }
-        values = np.array([1.0, 2.0, 0.5, 4.0]).astype(getattr(ml_dtypes, name[dtype]))
+    def test_dtypes_that_torch_has_beyond_numpys(self, model: Model, torch: Any) -> None:
+        names = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
+        names |= {"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"}
         with model.allocate("1MiB") as buffer:
-            buffer.view()[: values.nbytes] = values.tobytes()
-            tensor = torch.from_dlpack(export(buffer, (4,), dtype))
-            assert tensor.dtype == getattr(torch, name[dtype])
-            assert tensor.to(torch.float32).tolist() == [1.0, 2.0, 0.5, 4.0]
-            del tensor
-
-    @pytest.mark.parametrize("dtype", ["BF16", *FLOAT8])
-    def test_numpy_refuses_what_it_has_not_and_keeps_nothing(self, model: Model, dtype: str) -> None:
-        """Which is NumPy's own sentence; `Segment.tensors` is the way to those with ml_dtypes."""
-        with model.allocate("1MiB") as buffer, pytest.raises((RuntimeError, BufferError), match="nsupported dtype"):
-            np.from_dlpack(export(buffer, (4,), dtype))
+            found = {word: torch.from_dlpack(export(buffer, (4,), word)).dtype for word in names}
+        assert found == {word: getattr(torch, name) for word, name in names.items()}
 
     def test_a_range_of_a_pool(self, model: Model, torch: Any) -> None:
         """A cache in a pool: only what is backed can be exported, and what is exported cannot be freed."""
@@ -116,31 +97,6 @@ class TestBytes:
 
 
 class TestGrowing:
-    """What grows, shrinks and has holes, as arrays: they stay where they are, and keep what they see."""
-
-    @frameworks
-    def test_an_array_stays_valid_while_its_buffer_grows(self, model: Model, by: str) -> None:
-        """A column of a table is appended to: the array of before is a part of the one of after, at the same place."""
-        with model.growable_buffer(4096, "64MiB", PAGE) as buffer:
-            before = consume(export(buffer, (1024,), "F32"), by)
-            before[:] = 1
-            buffer.resize(3 * PAGE)
-            after = consume(export(buffer, (3 * PAGE // 4,), "F32"), by)
-            after[1024:] = 2
-            before[0] = 5
-            assert float(after[0]) == 5
-            assert float(after.sum()) == 5 + 1023 + 2 * (3 * PAGE // 4 - 1024)
-            with pytest.raises(BufferError):
-                buffer.shrink(4)
-            del after
-            buffer.resize(4096)
-            assert float(before.sum()) == 5 + 1023
-            with pytest.raises(BufferError):
-                buffer.resize(4092)
-            del before
-            buffer.resize(0)
-            assert buffer.physical_usage_bytes == 0
-
     def test_the_books_follow(self, daemon: Daemon) -> None:
         """The broker has lent what the figures of the library say, and refuses with numbers."""
         with membroker.connect(str(daemon.endpoint())) as client:
@@ -160,54 +116,17 @@ class TestGrowing:
                 table.drop(1)
                 assert model.stats().books["device"].used_bytes == 7 * PAGE
 
-    @frameworks
-    def test_a_tile_is_written_in_place(self, model: Model, by: str) -> None:
-        """A cache's block: taken, written by the framework, read as bytes, held as long as an array of it lives."""
-        with model.sparse_array((100, 16, 8, 64), "F32", absent="zero") as cache:
-            assert (cache.tile_rows, cache.tile_count) == (64, 2)
-            with pytest.raises(NotMapped):
-                cache.tensor(1)
-            cache.back(1)
-            block = consume(cache.tensor(1), by)
-            assert tuple(block.shape) == (36, 16, 8, 64)
-            block[35] = 1
-            assert cache[99].sum() == 16 * 8 * 64
-            assert not cache[:99].any()
-            part = block[3]
-            del block
-            with pytest.raises(BufferError):
-                cache.drop(1)
-            del part
-            cache.drop(1)
-            assert cache.physical_usage_bytes == 0
-
-    def test_host_memory(self) -> None:
-        """What is asked of the host is lent by the host and charged there, for both."""
-        with running({"host_capacity": "64MiB"}) as daemon, membroker.connect(str(daemon.endpoint())) as client:
-            model = client.model("spill", virtual_capacity="1GiB")
-            with (
-                model.growable_buffer(PAGE + 1, "64MiB", PAGE, location="host") as buffer,
-                model.sparse_array((10,), "F32", location="host") as array,
-            ):
-                array.write(0, bytes(4))
-                buffer.grow(PAGE)
-                books = model.stats().books
-                assert (books["host"].used_bytes, books["device"].used_bytes) == (4 * PAGE, 0)
-
 
 class TestRefused:
     @pytest.mark.parametrize(
         ("dtype", "shape", "offset"),
         [
             ("F32", (MIB,), 0),
-            ("F32", (1,), MIB),
             ("F32", (1,), -4),
             ("U8", (1,), MIB),
             ("F32", (1,), 2),
             ("F4", (2,), 0),
-            ("f4", (1,), 0),
             ("F32", (-1,), 0),
-            ("F32", (True,), 0),
             ("F32", (1.0,), 0),
             ("F32", (1 << 62, 1 << 62), 0),
             ("F32", (0, 1 << 62), 0),
@@ -221,10 +140,6 @@ class TestRefused:
         with model.allocate("1MiB") as buffer, pytest.raises(InvalidRequest):
             export(buffer, shape, dtype, offset)
 
-    def test_a_pool_says_that_the_offset_is_wrong(self, model: Model) -> None:
-        with model.pool(page_size=PAGE, virtual_capacity=4 * PAGE) as pool, pytest.raises(InvalidOffset):
-            export(pool, (1,), "U8", offset=4 * PAGE)
-
     def test_another_device_a_copy_a_stream(self, model: Model) -> None:
         with model.allocate("1MiB") as buffer:
             tensor = export(buffer, (4,), "U8")
@@ -234,11 +149,6 @@ class TestRefused:
             with pytest.raises(AttributeError):
                 tensor.__cuda_array_interface__
             del tensor
-
-    def test_without_numpy_there_is_a_sentence(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "numpy", None)
-        with model.allocate("1MiB") as buffer, pytest.raises(ImportError, match="pip install numpy"):
-            export(buffer, (4,), "U8")
 
 
 class TestReadOnly:
@@ -258,14 +168,6 @@ class TestReadOnly:
                 assert not array.flags.writeable
                 assert array.tolist() == list(range(8))
                 del array
-
-    def test_torch_reads_it_and_is_not_told(self, sealed: membroker.Segment, torch: Any) -> None:
-        """PyTorch has no read-only tensors: it takes it, without a copy, and a write would be a fault."""
-        info = sealed.index()["w"]
-        tensor = torch.from_dlpack(export(sealed, info.shape, info.dtype, info.offset))
-        assert tensor.data_ptr() == sealed.address + info.offset
-        assert tensor.sum().item() == 28
-        del tensor
 
     def test_who_cannot_be_told_is_refused_or_lied_to_on_request(self, sealed: membroker.Segment) -> None:
         """JAX asks for no version: nobody writes through it, so it may have the memory without the flag."""
@@ -295,13 +197,13 @@ class TestLives:
     def test_closing_waits_for_the_last_tensor(self, daemon: Daemon, model: Model, by: str) -> None:
         """An engine closes its buffer while a request still computes on a slice of it: nothing is pulled away."""
         buffer = model.allocate(PAGE)
-        array = consume(export(buffer, (PAGE,), "U8"), by)
+        array, other = (consume(export(buffer, (PAGE,), "U8"), by) for _ in range(2))
         part = array[7:9]
         buffer.close()
-        assert buffer.closed
         del array
         part[:] = 3
-        assert part.tolist() == [3, 3]
+        assert other[7:9].tolist() == [3, 3]
+        del other
         assert daemon.books().lent_bytes == PAGE
         del part
         until(lambda: daemon.books().lent_bytes == 0)
@@ -332,23 +234,6 @@ class TestLives:
         del capsule
         until(lambda: daemon.books().lent_bytes == 0)
 
-    def test_a_capsule_is_consumed_once(self, model: Model, torch: Any) -> None:
-        with model.allocate("1MiB") as buffer:
-            capsule = export(buffer, (4,), "U8").__dlpack__()
-            tensor = torch.from_dlpack(capsule)
-            assert "used_dltensor" in repr(capsule)
-            with pytest.raises((RuntimeError, ValueError)):
-                torch.from_dlpack(capsule)
-            del capsule, tensor
-
-    def test_each_consumer_gets_a_capsule_of_its_own(self, model: Model, torch: Any) -> None:
-        with model.allocate("1MiB") as buffer:
-            tensor = export(buffer, (4,), "I32")
-            one, other = torch.from_dlpack(tensor), np.from_dlpack(tensor)
-            one[1] = 7
-            assert other.tolist() == [0, 7, 0, 0]
-            del tensor, one, other
-
     @frameworks
     def test_the_last_tensor_dies_in_another_thread(self, daemon: Daemon, model: Model, by: str) -> None:
         """An engine's worker drops its tensors wherever it ends, while other threads use the client."""
@@ -375,23 +260,6 @@ class TestLives:
             with pytest.raises(ZeroDivisionError):
                 print(make(tensor), 1 / 0)
             del tensor
-
-    def test_an_owner_of_any_kind_is_let_go_of_once(self) -> None:
-        """`DlpackTensor` itself knows nothing of brokers: it keeps what it is given."""
-
-        class Owner:
-            memory = (ctypes.c_float * 4)(1, 2, 3, 4)
-
-        owner = Owner()
-        gone = weakref.ref(owner)
-        tensor = DlpackTensor(owner, ctypes.addressof(Owner.memory), (2, 2), "F32", (dlpack.CPU, 0))
-        del owner
-        array = np.from_dlpack(tensor)
-        del tensor
-        assert array.tolist() == [[1, 2], [3, 4]]
-        assert gone() is not None
-        del array
-        assert gone() is None
 
     @pytest.mark.deep
     @frameworks

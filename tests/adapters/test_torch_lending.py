@@ -73,17 +73,6 @@ class TestLending:
         assert lending.lent == 0
         until(lambda: daemon.books().lent_bytes == 0)
 
-    def test_a_denial_first_collects_what_torch_has_freed(self, lending: Any, alive: set[int]) -> None:
-        """Beyond the limit torch gets a null pointer, and the broker's sentence is there to be read."""
-        alive.add(self.allocate(8 * MIB))
-        assert self.allocate(2 * MIB) is None
-        assert lending.refusals == 1
-        assert isinstance(lending.last_denial, membroker.OutOfMemory)
-        assert "8.0 MiB" in str(lending.last_denial)
-        alive.clear()
-        assert self.allocate(2 * MIB)
-        assert lending.lent == 2 * MIB
-
     def test_a_denial_first_empties_torchs_cache(self, lending: Any, alive: set[int]) -> None:
         """What torch only caches goes back, and the allocation is tried again; torch hears nothing of the refusal."""
         self.empty = lambda: alive.clear() is None
@@ -92,27 +81,6 @@ class TestLending:
         assert lending.owns(address, 4 * MIB)
         assert (lending.lent, lending.reclaimed_bytes, lending.refusals) == (4 * MIB, 6 * MIB, 0)
         assert lending.last_denial is None
-
-    def test_only_the_last_attempt_waits(self, lending: Any, alive: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-        """As long as torch may have something to release, nothing is waited for; after that, as the broker says."""
-        waits: list[float | None] = []
-        lend = self.model.allocate
-
-        def empty() -> bool:
-            if len(waits) < 3:
-                alive.clear()
-            return True
-
-        def note(size: int, **options: Any) -> Any:
-            waits.append(options.get("timeout"))
-            return lend(size, **options)
-
-        self.empty = empty
-        alive.add(self.allocate(8 * MIB))
-        monkeypatch.setattr(self.model, "allocate", note)
-        assert self.allocate(16 * MIB) is None
-        assert waits == [0, 0, None]
-        assert lending.refusals == 1
 
     @pytest.mark.parametrize("size", [4 * MIB, 16 * MIB], ids=["lent after all", "refused"])
     def test_a_denial_keeps_nothing_of_the_program(self, lending: Any, alive: set[int], size: int) -> None:
@@ -155,47 +123,6 @@ class TestLending:
         assert lending.lent == 2 * MIB
         alive.clear()
         assert lending.collect() == 2 * MIB
-
-    def test_what_a_dead_thread_left_goes_at_the_end(self, lending: Any) -> None:
-        in_a_thread(lambda: self.allocate(4 * MIB))
-        assert lending.collect() == 0
-        assert lending.collect(ended=True) == 4 * MIB
-
-    def test_threads_that_are_refused_at_once_share_what_goes_back(
-        self, lending: Any, alive: set[int], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """One thread empties the cache while another is refused: the other waits for it, and gets its part."""
-        empties, entered, refused = [0], threading.Event(), threading.Event()
-
-        def empty() -> bool:
-            empties[0] += 1
-            entered.set()
-            assert refused.wait(DEADLINE_SECONDS)
-            alive.clear()
-            return True
-
-        self.empty, found = empty, []
-        alive.add(self.allocate(8 * MIB))
-        threads = [threading.Thread(target=lambda: found.append(self.allocate(4 * MIB))) for _ in range(2)]
-        threads[0].start()
-        assert entered.wait(DEADLINE_SECONDS)
-        lend = self.model.allocate
-
-        def seen_refused(size: int, **options: Any) -> Any:
-            try:
-                return lend(size, **options)
-            except membroker.OutOfMemory:
-                refused.set()
-                raise
-
-        monkeypatch.setattr(self.model, "allocate", seen_refused)
-        threads[1].start()
-        for thread in threads:
-            thread.join()
-        assert all(found)
-        assert lending.refusals == 0
-        assert empties == [1], "the second thread empties nothing that was just emptied"
-        assert (lending.lent, lending.reclaimed_bytes) == (8 * MIB, 8 * MIB)
 
     def test_another_card_is_refused(self, lending: Any) -> None:
         assert self.allocate(2 * MIB, 3) is None

@@ -161,18 +161,6 @@ def test_a_refusal_releases_the_cache(memory: Any, fake: Torch) -> None:
     assert memory.refusals == 0
 
 
-def test_without_a_refusal_the_cache_stays(memory: Any, fake: Torch) -> None:
-    """A block for each step costs nothing: the pool and its cache are the same in each."""
-    with memory.use():
-        address = fake.malloc(4 * MIB)
-        fake.free(address)
-    with memory.use():
-        assert fake.malloc(4 * MIB) == address
-        fake.empty_cache()
-        fake.free(address)
-    assert len(fake.tables) == 1
-
-
 def test_what_is_needed_is_refused(memory: Any, fake: Torch) -> None:
     """A refusal that nothing can help reaches the program, with the broker's sentence, and is counted."""
     addresses = []
@@ -183,20 +171,6 @@ def test_what_is_needed_is_refused(memory: Any, fake: Torch) -> None:
     assert "may hold 16.0 MiB" in caught.value.__notes__[0]
     assert (memory.refusals, memory.reclaimed_bytes) == (1, 0)
     fake.free(addresses[0])
-
-
-def test_without_room_for_the_pin(memory: Any, fake: Torch) -> None:
-    """Without its pin a pool stays closed: torch would delete the table that the routing uses. `trim` helps."""
-    neighbour = memory._lending._model.allocate("16MiB")
-    with memory.use():
-        neighbour.close()
-        fake.free(fake.malloc(14 * MIB))
-        with pytest.raises(torch.OutOfMemoryError):
-            fake.malloc(16 * MIB)
-        assert memory.trim() == 14 * MIB
-        fake.free(fake.malloc(12 * MIB))
-        fake.free(fake.malloc(14 * MIB))
-        assert memory.reclaimed_bytes == 12 * MIB
 
 
 @pytest.mark.parametrize("waiting", [False, True], ids=["the pool stays", "a new pool each time"])

@@ -13,7 +13,6 @@ from tests.support.tensors import bytes_of
 
 import membroker
 from membroker import Client, Model
-from membroker.safetensors import InvalidTensorIndex
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
 adapter = pytest.importorskip("membroker.adapters.torch")
@@ -79,18 +78,6 @@ def test_a_tie_is_stored_once(model: Model) -> None:
         }
 
 
-def test_a_tied_parameter_named_format(model: Model) -> None:
-    """The metadata has a word of its own under this name: the tie was lost, and nobody could attach."""
-    published, empty = torch.nn.Module(), torch.nn.Module()
-    published.weight = published.format = torch.nn.Parameter(torch.arange(4.0))
-    empty.weight, empty.format = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
-    with adapter.publish_module(model, "weights", published) as segment:
-        assert segment.index().metadata["format"] == "pt"
-        adapter.attach_module(segment, empty)
-        assert empty.weight is empty.format
-        assert empty.weight.tolist() == [0, 1, 2, 3]
-
-
 def test_what_shares_memory_is_stored_once(client: Client, model: Model) -> None:
     """Two parameters over the same bytes come back so; what overlaps in part comes back whole."""
     module = torch.nn.Module()
@@ -139,18 +126,6 @@ def test_fp8_is_aligned(client: Client, model: Model) -> None:
     assert module.w1.dtype == torch.float8_e4m3fn
 
 
-@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
-def test_fp4_is_counted_as_safetensors_counts(client: Client, model: Model) -> None:
-    module = torch.nn.Module()
-    packed = torch.arange(64, dtype=torch.uint8).view(4, 16).view(torch.float4_e2m1fn_x2)
-    module.weight = torch.nn.Parameter(packed, requires_grad=False)
-    with adapter.publish_module(model, "weights", module) as segment:
-        assert segment.index()["weight"].shape == (4, 32)
-    with client.attach("weights") as segment:
-        adapter.attach_module(segment, module)
-    assert bytes_of(module.weight) == bytes(range(64))
-
-
 def test_it_is_a_safetensors_file(model: Model) -> None:
     """The reference reads the segment's bytes as `load_model` would: every tensor, and the names that are tied."""
     safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed here")
@@ -181,31 +156,16 @@ def test_the_weights_outlive_the_segment_and_the_client(daemon: Daemon, model: M
     until(lambda: len(daemon.sessions()) == 1)
 
 
-def test_rnn(client: Client, model: Model) -> None:
-    """A module that keeps a second list of its weights computes with the attached ones."""
-    original, sample = torch.nn.LSTM(8, 8, num_layers=2), torch.randn(3, 1, 8)
-    adapter.publish_module(model, "weights", original).close()
-    copy = adapter.attach_module(client.attach("weights"), torch.nn.LSTM(8, 8, num_layers=2))
-    assert torch.equal(copy(sample)[0], original(sample)[0])
-
-
 def test_what_does_not_fit_changes_nothing(client: Client, model: Model) -> None:
-    """Every difference is named in one sentence, and the module is as it was."""
     adapter.publish_module(model, "weights", Tied()).close()
     other = Tied(torch.bfloat16)
-    other.head = torch.nn.Linear(16, 32)
     other.embed = torch.nn.Embedding(33, 16)
-    del other.scale
     before = dict(other.named_parameters())
     with client.attach("weights") as segment:
-        with pytest.raises(membroker.InvalidRequest) as raised:
-            adapter.attach_module(segment, other)
-        assert dict(other.named_parameters()) == before
-        message = str(raised.value)
-        assert re.search(r"embed\.weight .*\[33, 16\] .*\[32, 16\]", message)
-        assert re.search(r", and \d+ more$", message)
-        with pytest.raises(membroker.InvalidRequest, match=r"embed\.weight"):
-            adapter.attach_module(segment, other, strict=False)
+        for strict in (True, False):
+            with pytest.raises(membroker.InvalidRequest, match=r"embed\.weight .*\[33, 16\] .*\[32, 16\]"):
+                adapter.attach_module(segment, other, strict)
+    assert dict(other.named_parameters()) == before
 
 
 @pytest.mark.parametrize(
@@ -271,20 +231,9 @@ def test_what_cannot_be_published(daemon: Daemon, model: Model, client: Client, 
     assert daemon.books().lent_bytes == 0
 
 
-@pytest.mark.parametrize("name", ["!1", "!0", "!17"])
-def test_names_that_what_aligns_the_tensors_needs(client: Client, model: Model, name: str) -> None:
-    """A gap was filled under the very name of a tensor, which was lost: now the module's author is told."""
-    module = torch.nn.Module()
-    for each, size in (("a", 1), (name, 5000), ("b", 6000)):
-        module.register_buffer(each, torch.full((size,), 7, dtype=torch.uint8))
-    with pytest.raises(membroker.InvalidRequest, match=re.escape(repr(name))):
-        adapter.publish_module(model, "weights", module)
-    assert not client.segments()
-
-
-@pytest.mark.parametrize("name", ["a!", "!", "a x", "a!x", "a\t", "a\0b", "!x"])
-def test_any_other_name_is_a_modules_own(client: Client, model: Model, name: str) -> None:
-    """Also one that is sorted between a tensor and the gap after it, and one that looks like a gap's."""
+@pytest.mark.parametrize("name", ["a!", "!", "a\0b", "!x"])
+def test_a_name_beside_those_of_the_gaps_is_a_modules_own(client: Client, model: Model, name: str) -> None:
+    """Also one that is sorted between a tensor and the gap after it. The name of a gap is refused."""
     module = torch.nn.Module()
     for number, (each, size) in enumerate((("a", 1), (name, 5001), ("b", 6000))):
         module.register_buffer(each, torch.full((size,), number, dtype=torch.uint8))
@@ -294,22 +243,14 @@ def test_any_other_name_is_a_modules_own(client: Client, model: Model, name: str
         assert {info.offset % 256 for info in segment.index().values()} == {0}
         adapter.attach_module(segment, module)
     assert {key: bytes_of(value) for key, value in module.named_buffers()} == published
+    module.register_buffer("!17", torch.zeros(5000))
+    with pytest.raises(membroker.InvalidRequest, match="'!17'"):
+        adapter.publish_module(model, "others", module)
 
 
-def test_a_segment_that_does_not_fit_is_not_made(client: Client) -> None:
-    small = client.model("small", limit="2MiB")
-    with pytest.raises(membroker.OutOfMemory):
-        adapter.publish_module(small, "weights", torch.nn.Linear(1024, 1024))
-    assert not client.segments()
-
-
-def test_not_sealed_and_no_header(model: Model, client: Client) -> None:
-    with model.create_segment("raw", "2MiB") as segment:
-        with pytest.raises(membroker.InvalidRequest):
-            adapter.attach_module(segment, Tied())
-        segment.seal()
-        with pytest.raises(InvalidTensorIndex):
-            adapter.attach_module(segment, Tied())
+def test_what_is_still_being_written_is_not_attached(model: Model) -> None:
+    with model.create_segment("raw", "2MiB") as segment, pytest.raises(membroker.InvalidRequest, match="seal it first"):
+        adapter.attach_module(segment, Tied())
 
 
 def test_other_threads_build_as_always() -> None:

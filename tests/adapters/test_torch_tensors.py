@@ -113,15 +113,6 @@ class TestAddressTensor:
         collect()
         until(lambda: holding() is None or holding().state == "ended")
 
-    def test_what_is_refused(self, model: membroker.Model) -> None:
-        with model.pool(page_size="2MiB", virtual_capacity="4MiB") as pool:
-            with pytest.raises(membroker.InvalidOffset):
-                adapter.address_tensor(pool, (4 * MIB + 1,), "uint8")
-            with pytest.raises(membroker.InvalidRequest):
-                adapter.address_tensor(pool, (4,), "float32", 2)
-        with pytest.raises(membroker.ClosedError):
-            adapter.address_tensor(pool, (1,), "uint8")
-
 
 class TestEmpty:
     """Tensor first: a program names a shape and a dtype, and no address, offset or number of bytes."""
