@@ -101,7 +101,7 @@ class Clock:
     """The keeper's time, which stands still until a test lets some seconds pass."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.passed, began = 0.0, time.monotonic()
+        self.passed, began = 0.0, int(time.monotonic())  # whole seconds: sums are exact
         own = SimpleNamespace(**{**vars(time), "monotonic": lambda: began + self.passed})
         monkeypatch.setattr(keeper, "time", own)
 
