@@ -314,6 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = list(sampled(parts, options.sample, options.seed))
     results: dict[str, list[bool | None]] = {part.name: [] for part in parts}
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        Path(directory).chmod(0o755)  # as root, tests let other users run what is in it
         copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for number in range(options.jobs):
             copies.put(Copy(Path(directory), number))
