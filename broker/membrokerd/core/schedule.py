@@ -180,9 +180,7 @@ class Schedule:
         if demand is not None:
             if self._keeps_its_place(location, demand, now):
                 return None
-            looks, passed_over = self._without_keepers(location, looks), True
-        if ready is not None and any(look.group.key.tenant == ready.name.tenant for look in looks):
-            return ready
+            return self._ready_within(self._without_keepers(location, looks), shares)
         if passed_over:  # what is lent beyond a share would be recalled for them at once
             return None
         if self._turns.take(location, looks, now):
