@@ -88,6 +88,27 @@ def test_a_pod_gets_a_tenant_and_loses_it(daemon: Daemon) -> None:
     assert create(daemon).name == NAME, "the name is free again"
 
 
+def test_it_outlives_the_daemon(daemon: Daemon) -> None:
+    """A restart keeps the tenant, its sessions and its numbers; a deletion that was under way goes on."""
+    create(daemon, guarantee_bytes=64 * MIB)
+    with worker() as one:
+        enter(one, daemon)
+        daemon.kill()
+        daemon.start_again()
+        one.do("more = model.allocate('16MiB')")
+        row = tenant(daemon)
+        assert row.books[0].guarantee_bytes == 64 * MIB
+        delete(daemon)
+        daemon.kill()
+        daemon.start_again()
+        assert one.refused("model.allocate('2MiB')").reason == "TENANT_LIMIT"
+        with pytest.raises(membroker.AccessDenied):
+            membroker.connect(daemon.endpoint("pod-7f9c"))
+        assert one.ask("bytes(kept.view()[:4]).decode()") == "kept"
+        one.do("kept.close(); more.close()")
+        until(lambda: is_gone(daemon))
+
+
 def test_beside_the_configuration(daemon: Daemon) -> None:
     """A tenant of the file is changed in the file. One by command that is added to the file is the file's from then on.
 
