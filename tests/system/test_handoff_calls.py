@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from tests.system.library.test_waiting import waiting
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
+from membroker.wire import frames as handoff
 from membroker.wire import names
 
 pytestmark = pytest.mark.shared_daemon
@@ -152,3 +155,18 @@ def waits(session: Session, model: str) -> int:
     request.wait.seconds = 600
     session.send(pb.Frame(request_id=request_id, allocate=request))
     return request_id
+
+
+def test_who_is_turned_away_is_told_why_and_counted() -> None:
+    """An endpoint does not admit a user, and a process has a session too many. The other sessions hear of the stop."""
+    tenants = {"red": {}, "blue": {"uids": [os.geteuid() + 1]}}
+    with running({"tenants": tenants}) as daemon, ExitStack() as sessions:
+        first, *_ = [sessions.enter_context(Session(daemon.endpoint())) for _ in range(16)]
+        for tenant, why in (("blue", "ENDPOINT_FORBIDDEN"), ("red", "TOO_MANY_SESSIONS")):
+            with raw.Connection(daemon.endpoint(tenant)) as line:
+                with suppress(BrokenPipeError):  # it may be turned away before it has said anything
+                    line.send(raw.hello())
+                assert reason(line.last_words()) == why
+            assert daemon.figure("membroker_connections_refused_total", reason=why) == 1
+        assert daemon.stop() == 0
+        assert handoff.receive(first.notices).frame.notice.HasField("stopping")
