@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Many tests wait for processes, so one more than there are processors keeps them all at work.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
-test: $(STAMP)  ## everything that a change needs to know, in four minutes on two cores: make test JOBS=1 for one at a time
+test: $(STAMP)  ## everything that a change needs to know, in three minutes on two cores: make test JOBS=1 for one at a time
 	$(PYTEST) -m "not deep and not root and not gpu"
 
 test-deep: $(STAMP)  ## what searches: simulation, fuzz, random walks, crash points, floods, soak, memory, doubles over gRPC
