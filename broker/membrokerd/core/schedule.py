@@ -229,7 +229,8 @@ class Schedule:
     def _without_keepers(self, location: Location, looks: Sequence[Look]) -> list[Look]:
         """Leave out the lines of tenants that keep some of what was recalled: they do not borrow what came of it.
 
-        Not even within their shares: these do not all fit while somebody does not return what is guaranteed to others.
+        They borrow nothing within their shares either. While a session does not return what is guaranteed to others,
+        the shares of all add up to more than the capacity.
         """
         keeping = self._books.recallable.keeping(location)
         return [look for look in looks if look.group.key.tenant not in keeping]

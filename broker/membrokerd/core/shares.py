@@ -7,11 +7,13 @@ recalled. While sessions answer recalls, guarantees that are not used are divide
 counts only for those of each tenant that have waited longest: `request_lines.Sharers`. Shares are whole granules, and
 what rounding leaves goes to those that lost the most by it: a model that wants more never has a smaller share.
 
-This is why a request within its share never starves. All shares fit in the capacity, unless somebody does not return
-what is guaranteed to others: `Schedule` then grants nothing to who keeps it. And firm bytes are a lower bound of a
-share. So what such requests lack is at most what others have beyond their shares, and all of that can be recalled.
-While one of them waits, nothing beyond a share is lent. A recall ends by bytes, by an answer or at its deadline, and
-what did not come is firm from then on. After one round in which nobody was late, the free bytes cover all of them.
+This is why a request within its share never starves. All shares fit in the capacity, and firm bytes are a lower bound
+of a share. So what such requests lack is at most what others have beyond their shares, and all of that can be recalled.
+There is one exception: while a session does not return what is guaranteed to others, the shares do not all fit. Then
+`Schedule` grants nothing to tenants that keep recalled memory, as long as others wait for what they may have.
+While a request within its share waits, nothing beyond a share is lent. A recall ends by bytes, by an answer or at its
+deadline, and what did not come is firm from then on. After one round in which nobody was late, the free bytes cover all
+of these requests.
 """
 
 from __future__ import annotations
