@@ -197,7 +197,7 @@ class Passed:
 def test_a_rank_that_dies_is_no_surprise_to_the_scheduler(start: Start, dead: int) -> None:
     """Its thread goes on until the engine ends it: only the threads of the cache have ended.
 
-    The close releases the memory of the other rank, whichever it is.
+    The close releases the memory of the other rank, whichever it is, and that rank answers no more recalls.
     """
     engine = start({}, {})
     engine.workers[dead].kill()
@@ -208,6 +208,7 @@ def test_a_rank_that_dies_is_no_surprise_to_the_scheduler(start: Start, dead: in
     with pytest.raises(ClosedError, match="a rank of this engine has ended"):
         engine.cache.close()
     until(lambda: engine.used() == [0, 0])
+    assert engine.workers[1 - dead].ask("client.model('m').recall_callback is None")
 
 
 def test_nothing_waits_for_a_rank_after_the_close(start: Start) -> None:
