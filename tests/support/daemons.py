@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -57,6 +58,13 @@ def until(what: Callable[[], _T], seconds: float = DEADLINE_SECONDS) -> _T:
         assert waited < seconds, "it did not become true in time"
         # To look costs CPU time, most often in a daemon, too. A look in a long wait may be late by a twentieth of it.
         time.sleep(min(0.002 + waited / 20, 0.1))
+
+
+async def until_async(condition: Callable[[], object]) -> None:
+    """Wait for a state in a coroutine. The event loop goes on meanwhile."""
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 class Daemon:

@@ -20,7 +20,7 @@ from membrokerd.core.recount import recount
 from membrokerd.device.executor import OWN, Executor
 from membrokerd.restart.descriptor_store import Store
 from membrokerd.runtime.loop import Loop
-from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.daemons import DEADLINE_SECONDS, until_async
 from tests.support.processes import descriptors
 from tests.support.sizes import MIB
 
@@ -217,12 +217,7 @@ class World:
 
     async def until(self, true: Callable[[], bool]) -> None:
         """Wait for a state."""
-
-        async def wait() -> None:
-            while not true():
-                await asyncio.sleep(0.001)
-
-        await asyncio.wait_for(wait(), DEADLINE_SECONDS)
+        await until_async(true)
 
 
 def play(

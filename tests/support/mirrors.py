@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,12 +40,6 @@ def play(story: Awaitable[_T]) -> _T:
         told = asyncio.run(main())
     assert descriptors() == before, "a descriptor is lost"
     return told
-
-
-async def until(true: Callable[[], object]) -> None:
-    """Wait for a state without an event of its own."""
-    while not true():
-        await asyncio.sleep(0.002)
 
 
 def keeping(store: Store, segment: int, contents: dict[int, bytes]) -> asyncio.Future[None]:

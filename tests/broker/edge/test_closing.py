@@ -12,7 +12,7 @@ from contextlib import closing
 
 import pytest
 from tests.broker.coroutines import played_by
-from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.daemons import DEADLINE_SECONDS, until_async
 from tests.support.lingering import pass_lingering
 
 from membroker.wire.descriptors import send
@@ -40,9 +40,7 @@ def play(story: Callable[[SocketCloser], Awaitable[None]]) -> None:
 
 async def until_done() -> None:
     """Wait until the threads that close are done."""
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while threads():
-            await asyncio.sleep(0.001)
+    await until_async(lambda: not threads())
 
 
 @played_by(play)
@@ -88,9 +86,7 @@ async def test_many_that_linger_have_a_few_threads(closer: SocketCloser) -> None
         closer.hang_up(ours)
     assert closer.is_crowded
     assert threads() == MOST_THREADS
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while any(ours.fileno() >= 0 for ours, _ in pairs):
-            await asyncio.sleep(0.001)
+    await until_async(lambda: all(ours.fileno() < 0 for ours, _ in pairs))
     assert not closer.is_crowded
     await until_done()
     for sock in [*ends, *(theirs for _, theirs in pairs)]:
@@ -135,9 +131,7 @@ async def test_without_a_new_thread_it_is_closed_later(closer: SocketCloser, mon
         closer.hang_up(ours)
     assert ours.fileno() >= 0
     os.set_blocking(reader, False)
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while not select.select([reader], [], [], 0)[0]:  # nobody has the writer any more
-            await asyncio.sleep(0.001)
+    await until_async(lambda: select.select([reader], [], [], 0)[0])  # nobody has the writer any more
     assert os.read(reader, 1) == b""
     os.close(reader)
     theirs.close()

@@ -20,7 +20,7 @@ import pytest
 from google.protobuf.message import Message
 from tests.broker.coroutines import played_by
 from tests.support import raw
-from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.daemons import DEADLINE_SECONDS, until_async
 from tests.support.garbage import without_collections
 from tests.support.processes import descriptors
 from tests.support.raw import allocation
@@ -135,7 +135,7 @@ class Lender:
         handoff.close_all(welcome.descriptors)
         for number in requests:
             handoff.send(self.theirs, handoff.encode(pb.Frame(request_id=number, allocate=allocation("m", PAGE))))
-        await self.until(lambda: len(self.asked) == len(requests))
+        await until_async(lambda: len(self.asked) == len(requests))
 
     def deliver(self, number: int, part: int = 0, parts: int = 1, extents: int = 1) -> None:
         """Queue a packet, as the loop does before the core hears of it."""
@@ -160,18 +160,11 @@ class Lender:
                 packets.append(handoff.receive(self.theirs))
             return len(packets) >= count
 
-        await self.until(read)
+        await until_async(read)
         await asyncio.sleep(0)
         with pytest.raises(BlockingIOError):
             handoff.receive(self.theirs)
         return packets
-
-    async def until(self, true: Callable[[], object]) -> None:
-        async def wait() -> None:
-            while not true():
-                await asyncio.sleep(0.001)
-
-        await asyncio.wait_for(wait(), DEADLINE_SECONDS)
 
     def fill(self) -> int:
         """Deliver to a peer that does not read until its socket is full; return the number of packets."""
@@ -297,7 +290,7 @@ async def test_an_answer_of_the_same_number_later_is_another_calls(lender: Lende
     assert packet.frame.delivery.reply.allocate == bpb.AllocateExtentsResponse(count=1, extent_bytes=PAGE)
     assert kinds(packets) == ["5: delivery 0 + allocate"]
     handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=5, allocate=allocation("m", PAGE))))
-    await lender.until(lambda: lender.asked)
+    await until_async(lambda: lender.asked)
     lender.answer(5, REFUSED)
     assert kinds(await lender.receive(1)) == ["5: error"]
 
@@ -310,7 +303,7 @@ async def test_a_step_reads_one_frame_and_takes_the_time_of_the_peers_tenant(len
     lender.turns.put = lambda *work: steps.append(work)
     for number in (1, 2, 3):
         handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=number, allocate=allocation("m", PAGE))))
-    await lender.until(lambda: steps)
+    await until_async(lambda: steps)
     tenant, step = steps[0]
     assert tenant == "red"
     assert [(step(), len(lender.asked)) for _ in range(4)] == [(True, 1), (True, 2), (True, 3), (False, 3)]
@@ -337,7 +330,7 @@ async def test_a_full_socket(lender: Lender, refused: bool) -> None:
     expected += ["3: allocate", "1: allocate"]
     assert kinds(await lender.receive(len(expected))) == expected
     assert lender.traffic.descriptors == 0
-    await lender.until(lambda: 9 in lender.asked)
+    await until_async(lambda: 9 in lender.asked)
     lender.deliver(1, part=199, parts=200)
     lender.flush()
     assert kinds(await lender.receive(1)) == ["1: delivery 199"], "the socket has room, and the connection still waits"
@@ -359,7 +352,7 @@ async def test_a_connection_that_ends_while_too_many_descriptors_are_in_flight(
         lender.flush()
     assert lender.connection._outgoing
     lender.connection.close("the test is over")
-    await asyncio.sleep(2 * IN_FLIGHT_SECONDS)
+    await asyncio.sleep(2 * IN_FLIGHT_SECONDS)  # timers of one loop run in their order: the retry's has run
     assert not caplog.records
 
 
@@ -372,7 +365,7 @@ async def test_a_connection_that_ends_with_a_reply_in_its_queue(lender: Lender) 
     lender.answer(2)
     lender.flush()
     lender.theirs.close()
-    await lender.until(lambda: ev.ConnectionLost(SESSION) in lender.told)
+    await until_async(lambda: ev.ConnectionLost(SESSION) in lender.told)
     await asyncio.sleep(0)
     undelivered = [event for event in lender.told if isinstance(event, ev.NotDelivered)]
     assert undelivered[-1] == ev.NotDelivered(SESSION, 2, 0)
@@ -438,7 +431,7 @@ async def test_a_peer_that_does_not_take_the_last_answer_is_cut(lender: Lender) 
         patch.setattr(connection, "LINGER_SECONDS", 0.01)
         lender.connection.disconnect("it acknowledged what was not sent")
     assert not lender.connection._closed
-    await lender.until(lambda: ev.ConnectionLost(SESSION) in lender.told)
+    await until_async(lambda: ev.ConnectionLost(SESSION) in lender.told)
 
 
 @played_by(play)
@@ -451,7 +444,7 @@ async def test_a_fault_in_a_request_is_told_to_its_sender(lender: Lender, caplog
     await lender.begin()
     lender.dispatcher.request = fail
     handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=5, allocate=allocation("m", PAGE))))
-    await lender.until(lambda: ev.ConnectionLost(SESSION) in lender.told)
+    await until_async(lambda: ev.ConnectionLost(SESSION) in lender.told)
     answer = handoff.receive(lender.theirs).frame
     assert (answer.request_id, raw.reason(answer.reply.error)) == (5, "INTERNAL")
     assert "a fault of the broker" in caplog.text
@@ -478,7 +471,7 @@ async def test_a_long_answer_is_not_kept_for_a_peer_that_does_not_read(lender: L
     for number in range(2, 12):
         handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=number, get_model={"name": chr(95 + number)})))
     handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=12, get_device={})))
-    await lender.until(lambda: lender.connection._aside)
+    await until_async(lambda: lender.connection._aside)
     assert not lender.connection._outgoing
     assert not lender.connection.queued()
     assert len(lender.reads) < 10
@@ -506,7 +499,7 @@ def test_a_connection_that_has_ended_is_freed_with_its_last_reference(*, fills: 
         lender.answer(1)
         ended, lender.connection = weakref.ref(lender.connection), cast(Any, SimpleNamespace(close=lambda why: None))
         lender.connections.clear()
-        await lender.until(lambda: ended() is None)
+        await until_async(lambda: ended() is None)
 
     with without_collections():
         play(story)

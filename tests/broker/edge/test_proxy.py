@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import pytest
 from tests.broker.coroutines import played_by
-from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.daemons import DEADLINE_SECONDS, until_async
 from tests.support.garbage import without_collections
 from tests.support.http2 import CONTINUATION, DATA, HEADERS, PING, PREFACE, frame
 
@@ -236,8 +236,7 @@ def test_a_connection_that_has_ended_is_freed_with_its_last_reference(*, unsent:
             await world.fill(server, _BODY)
         peer.close()
         await world.read(server, 1)
-        while connections() > before:
-            await asyncio.sleep(0.001)
+        await until_async(lambda: connections() <= before)
 
     with without_collections():
         play(story)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.daemons import until_async
 from tests.support.keepers import Client, Keeper, content_of, memfd
-from tests.support.mirrors import OWNER, end, keeping, keeping_not_long, left_at, play, read, until
+from tests.support.mirrors import OWNER, end, keeping, keeping_not_long, left_at, play, read
 
 from membroker.wire.descriptors import close_all
 from membrokerd.restart import keeper as fdstore
@@ -173,7 +174,7 @@ async def test_a_keeper_is_killed_during_puts(path: Path) -> None:
     store.forget_process(5)
     assert not any(put.done() for put in puts)
     os.kill(first, signal.SIGKILL)
-    await until(lambda: pid_of(mirror) != first)
+    await until_async(lambda: pid_of(mirror) != first)
     close_all(store.give_up(1, range(101, 151)))
     await asyncio.gather(*puts)
     assert order == list(range(2, 32))
@@ -225,10 +226,10 @@ async def test_no_keeper_can_be_started(
     with pytest.raises(OSError, match="keeper"):
         await keeping_not_long(store, 2, {2: b"refused"})
     assert len(store) == 1
-    await until(lambda: len(pauses()) >= 4)
+    await until_async(lambda: len(pauses()) >= 4)
     assert pauses()[:4] == [0.1, 0.2, 0.4, 0.4]
     path.parent.chmod(0o700)
-    await until(lambda: pid_of(mirror) is not None)
+    await until_async(lambda: pid_of(mirror) is not None)
     await keeping(store, 3, {3: b"after"})
     end(store)
     assert read(await left_at(path)) == {1: {1: b"stays"}, 3: {3: b"after"}}
@@ -245,7 +246,7 @@ async def test_a_keeper_that_does_not_answer(path: Path) -> None:
         await keeping_not_long(store, 2, dict.fromkeys(range(1000, 2000), b"refused"))
     assert pid_of(mirror) is None, "it would be sent the rest of the put, whose copies are closed"
     os.kill(pid, signal.SIGCONT)
-    await until(lambda: pid_of(mirror) is not None)
+    await until_async(lambda: pid_of(mirror) is not None)
     await keeping(store, 3, {3: b"after"})
     assert pid_of(mirror) == pid
     end(store)

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 from tests.broker.coroutines import played_by
+from tests.support.daemons import until_async
 from tests.support.keepers import content_of, memfd
-from tests.support.mirrors import end, keeping, keeping_not_long, play, until
+from tests.support.mirrors import end, keeping, keeping_not_long, play
 
 from membroker.wire.descriptors import close_all
 from membrokerd.restart import systemd as systemd_mirror
@@ -134,9 +135,9 @@ async def test_barriers_count_in_the_order_of_the_puts(systemd: Systemd) -> None
         watch = memfd(b"kept")
         systemd.mirror.put([(f"driver.{number}", watch)], lambda _, number=number: order.append(number))
         close_all([watch])
-    await until(lambda: len(systemd.barriers or ()) == 3)
+    await until_async(lambda: len(systemd.barriers or ()) == 3)
     close_all(reversed(systemd.barriers))
-    await until(lambda: len(order) == 3)
+    await until_async(lambda: len(order) == 3)
     assert order == [1, 2, 3]
 
 
@@ -156,8 +157,8 @@ async def test_too_many_descriptors_are_in_flight(systemd: Systemd, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(systemd_mirror, "send", refuse)
         systemd.work()
-        await until(lambda: refusals)
-        await asyncio.sleep(4 * IN_FLIGHT_SECONDS)
+        await until_async(lambda: refusals)
+        await asyncio.sleep(4 * IN_FLIGHT_SECONDS)  # time for four more tries, if it waits between them
         assert refusals < 50, "it asks the kernel in every turn of the loop"
     await putting
     assert len(systemd.stored) == 1000
