@@ -393,7 +393,7 @@ class TestRetraction:
     def test_a_recall_takes_the_users_of_its_pages(
         self, pages: list[int], left: list[int], batch: Any, scheduler: Any, blocks: SglangBlocks
     ) -> None:
-        """SGLang retracts although it has memory: no others, and all of these, the last one, too."""
+        """SGLang retracts the requests that use these pages, even the last one, and no others."""
         assert not blocks.preempt([])
         blocks.preempt([7])
         assert batch.check_decode_mem(), "no running request uses that"

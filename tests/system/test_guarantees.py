@@ -53,7 +53,7 @@ def test_the_rest_is_for_everybody_and_the_guarantee_for_its_owner(daemon: Daemo
 
 
 def test_a_command_outlives_the_daemon_and_takes_nothing_back(daemon: Daemon, blue: Client, admin: Admin) -> None:
-    """What stands in the way of a guarantee is told, and is kept as it is released. A weight is commanded likewise."""
+    """The answer says how much of the guarantee is still missing. That memory is reserved as it is released."""
     batch = blue.model("batch")
     first, second = batch.allocate("100MiB"), batch.allocate("60MiB")
     quota = admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 128 * MIB, "weight": 5})

@@ -171,7 +171,7 @@ class AnsweringPeer:
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_what_has_been_answered_within_its_time_is_told(monkeypatch: pytest.MonkeyPatch, *, silent: bool) -> None:
-    """Nobody is waited for when all have answered, and one that has no connection never."""
+    """The wait ends when all have answered. A session without a connection is not waited for."""
     monkeypatch.setattr(sleeping, "ANSWER_SECONDS", 0.05 if silent else 3600.0)
     connections: dict[int, Any] = {}
     questions = Sleeping(connections)

@@ -178,7 +178,7 @@ def test_a_device_that_is_not_there_or_without_concurrent_access_takes_no_hints(
 
 
 def test_streams_as_ints_and_as_frameworks_have_them(run: Run) -> None:
-    """torch's stream has `cuda_stream`, CuPy's `ptr`; the default stream is 0. What is none never gets to CUDA."""
+    """A stream of torch has `cuda_stream`, one of CuPy `ptr`. Anything else is refused before CUDA is called."""
     run("""
         class Torch:
             cuda_stream = int(driver.in_context("cuStreamCreate", 0))
@@ -213,7 +213,7 @@ def test_without_a_context_the_error_says_how_to_get_one(run: Run) -> None:
 
 
 def test_a_plan_is_queued_in_order(run: Run) -> None:
-    """Layers for the card, the cache for the host; and again for the next step. With a wrong device nothing is."""
+    """A plan runs for each step. One that names a device that is not there changes nothing."""
     code = """
         with UnifiedBuffer(driver, 4 * MIB) as buffer:
             plan = PrefetchPlan()

@@ -181,7 +181,7 @@ class TestRefused:
             SparseArray(lender, (COUNT, 256), "F32", ROWS - 1)
 
     def test_what_cannot_be_had(self, lender: Lender) -> None:
-        """More addresses than the processor has, sums of tiles that would overflow 63 bits, words that are none."""
+        """More addresses than the processor has, sizes whose sum is over 63 bits, and unknown words are refused."""
         with pytest.raises(DeviceFailure):
             SparseArray(lender, (2**60,), "F32")
         with pytest.raises(InvalidRequest):

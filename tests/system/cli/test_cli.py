@@ -111,7 +111,7 @@ def test_a_quota_is_set_listed_and_ended(daemon: Daemon, worker: membroker.Clien
 
 
 def test_a_quota_for_nobody_says_so(daemon: Daemon) -> None:
-    """A limit may be there before who it is for; but so may a typing error."""
+    """A limit may be set before its model exists. A misspelled tenant is refused."""
     said = good("quota", "set", "red/lama-7b", "--limit", "2MiB", at=daemon.admin)
     assert "there is no model of that name now: the quota takes effect when there is" in said
     assert len(good("quota", "set", "blue", "--limit", "2MiB", at=daemon.admin).splitlines()) == 1, "it is configured"

@@ -75,7 +75,7 @@ def test_the_limit_is_of_that_model_and_a_programs_own_goes_first(
 
 
 def test_an_engine_gets_the_options_of_its_elastic_cache(daemon: Daemon, tmp_path: Path) -> None:
-    """Addresses for its limit. What is added is told, and the user's own stays."""
+    """The command adds arguments and says which. It keeps the user's own."""
     script = tmp_path / "vllm"
     script.write_text(f"#!{sys.executable}\n{SHOW}\n")
     script.chmod(0o755)

@@ -229,7 +229,7 @@ def test_a_load_that_is_refused_leaves_no_model_behind(daemon: Daemon, model: Pa
 
 
 def test_a_large_file(daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is not copied into memory; and where no bar can be, at most ten lines tell how far it is."""
+    """The file is not copied into memory. Without a terminal, at most ten lines show the progress."""
     path = tmp_path / "x.safetensors"
     write_hollow(path, 200 * MIB)
     tracemalloc.start()
@@ -244,7 +244,7 @@ def test_a_large_file(daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_ctrl_c_in_mid_load_leaves_nothing(daemon: Daemon, tmp_path: Path) -> None:
-    """It stands in the middle, since nobody reads how far it is, and the pipe for that is full."""
+    """The load is held up in the middle: nobody reads its progress, and that pipe is full."""
     path = tmp_path / "x.safetensors"
     write_hollow(path, 200 * MIB)
     readable, writable = os.pipe()
