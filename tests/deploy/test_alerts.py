@@ -14,7 +14,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,6 @@ from typing import Any
 
 import pytest
 from tests.support import daemons
-from tests.support.all_gpus import running_all
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, find_root, running, until, whole_lines
 from tests.support.fake_cuda import say_faults, with_faults
 from tests.support.honest_worker import spare_descriptors
@@ -103,11 +101,6 @@ class Prometheus:
         now = {alert["labels"]["alertname"] for alert in told["alerts"] if alert["state"] == "firing"}
         self.fired |= now
         return now
-
-    def summaries(self) -> set[str]:
-        """Return the summaries of the alerts that fire now."""
-        told = self.ask("alerts") or {"alerts": []}
-        return {alert["annotations"]["summary"] for alert in told["alerts"] if alert["state"] == "firing"}
 
     def until_fired(self, *alerts: str) -> None:
         """Wait until each has fired at some time."""
@@ -256,25 +249,6 @@ def test_a_lost_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             until(fires_amid_failures)
         say_faults(faults, "")
         until(lambda: watch.firing() == set())
-
-
-def test_a_gpu_without_its_daemon_among_others(tmp_path: Path) -> None:
-    """`membrokerd --all`, as in Kubernetes: one daemon fails at each start, and the port answers all the same."""
-    with tempfile.TemporaryDirectory(prefix="mb-") as directory:
-        state = Path(directory, "run", "host-1", "state")
-        state.mkdir(parents=True)
-        (state / "epoch").write_text("no number\n")
-        with running_all(Path(directory)) as parent:
-            until(parent.metrics_url)
-            with prometheus(tmp_path, parent.metrics_url()) as watch:
-
-                def fires_for_it_alone() -> bool:
-                    told = watch.summaries()
-                    down = {one for one in told if one.endswith(": no broker answers.")}
-                    return [one.endswith(", host-1: no broker answers.") for one in down] == [True]
-
-                until(fires_for_it_alone)
-                assert watch.firing() >= {"MembrokerDown"}
 
 
 def _break_the_configuration(daemon: Daemon, watch: Prometheus) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.test_alerts import RULES, Prometheus, prometheus
 from tests.deploy.test_deploy import check, tool
 from tests.support.daemons import DEADLINE_SECONDS, running
@@ -117,36 +116,6 @@ def _work(night: membroker.Model, chat: membroker.Model, over: threading.Event) 
             chat.allocate("200MiB")
         with suppress(membroker.OutOfMemory):
             night.allocate("200MiB", timeout=0.5)
-
-
-def test_no_alert_fires_in_a_quiet_hour(tmp_path: Path) -> None:
-    """An hour of the series of a real daemon, with two tenants that hold memory and ask for nothing."""
-    promtool = tool("promtool", "Debian: apt-get install prometheus")
-    with running(CONFIG) as daemon, ExitStack() as stack:
-        for tenant in ("red", "blue"):
-            client = stack.enter_context(membroker.connect(daemon.endpoint(tenant)))
-            stack.enter_context(client.model("m").allocate("64MiB"))
-        text = daemon.metrics()
-    series = [{"series": 'up{job="membroker",instance="i"}', "values": "1x60"}]
-    for family in text_string_to_metric_families(text):
-        for one in family.samples:
-            labels = {**one.labels, "job": "membroker", "instance": "i"}
-            named = ",".join(f"{name}={json.dumps(value)}" for name, value in labels.items())
-            series.append({"series": f"{one.name}{{{named}}}", "values": f"{one.value:.17g}x60"})
-    alerts = re.findall(r"- alert: (\w+)", RULES.read_text())
-    quiet = [{"eval_time": at, "alertname": name, "exp_alerts": []} for name in alerts for at in ("5m", "30m", "60m")]
-    document = {
-        "rule_files": [str(RULES)],
-        "evaluation_interval": "1m",
-        "tests": [{"interval": "1m", "input_series": series, "alert_rule_test": quiet}],
-    }
-    test = tmp_path / "quiet.yml"
-    test.write_text(json.dumps(document))  # JSON is YAML
-    check(promtool, "test", "rules", test)
-    document["tests"][0]["input_series"][0]["values"] = "1x30 0x30"  # type: ignore[index]
-    test.write_text(json.dumps(document))
-    with pytest.raises(AssertionError, match="MembrokerDown"):
-        check(promtool, "test", "rules", test)
 
 
 DCGM = """
