@@ -2,8 +2,6 @@
 
 torchrun --nproc-per-node 2 tests/gpu/nccl_all_reduce.py ENDPOINT ENDPOINT     rank N borrows at the Nth endpoint
 python examples/nccl_all_reduce.py --one-process ENDPOINT ENDPOINT            one process at both endpoints
-
-With --own the program uses torch's own memory: a failure that also happens there is not caused by the broker.
 """
 
 from __future__ import annotations
@@ -39,14 +37,11 @@ class Bytes:
 class Memory:
     """256 MiB of one extent, and 256 MiB of four, as tensors of float32."""
 
-    def __init__(self, endpoint: str, own: bool) -> None:
+    def __init__(self, endpoint: str) -> None:
         self.client = membroker.connect(endpoint)
         model = self.client.model("nccl", virtual_capacity="8GiB")
         self.card = torch.device("cuda", model.driver.device.ordinal)
         torch.cuda.set_device(self.card)
-        if own:
-            self.one, self.many = (torch.empty(SIZE // 4, device=self.card) for _ in range(2))
-            return
         self.buffer = model.allocate(SIZE)
         self.pool = model.pool(page_size=PAGE)
         self.one = torch.as_tensor(self.buffer, device=self.card).view(torch.float32)
@@ -74,10 +69,10 @@ def expect(numbers: Any, value: float) -> None:
         raise SystemExit(f"a wrong sum: from {low} to {high}, not {value}")
 
 
-def as_a_rank(endpoints: list[str], own: bool) -> None:
+def as_a_rank(endpoints: list[str]) -> None:
     """Run as one of several processes, each with a GPU and a broker of its own."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    memory = Memory(endpoints[rank], own)
+    memory = Memory(endpoints[rank])
     total = ranks * (ranks + 1) / 2
 
     def start() -> None:
@@ -122,9 +117,9 @@ def as_a_rank(endpoints: list[str], own: bool) -> None:
     memory.close()
 
 
-def in_one_process(endpoints: list[str], own: bool) -> None:
+def in_one_process(endpoints: list[str]) -> None:
     """Run as one process with all GPUs and all brokers."""
-    memories = [Memory(endpoint, own) for endpoint in endpoints]
+    memories = [Memory(endpoint) for endpoint in endpoints]
     total = len(memories) * (len(memories) + 1) / 2
 
     def all_reduce(tensors: list[Any]) -> None:
@@ -160,10 +155,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("endpoints", nargs="+", metavar="ENDPOINT", help="a tenant's endpoint at each GPU's broker")
     parser.add_argument("--one-process", action="store_true", help="use all GPUs in this process")
-    parser.add_argument("--own", action="store_true", help="use torch's own memory, for comparison")
     options = parser.parse_args()
     try:
-        (in_one_process if options.one_process else as_a_rank)(options.endpoints, options.own)
+        (in_one_process if options.one_process else as_a_rank)(options.endpoints)
     except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
         sys.exit(str(error))
     print("all done", flush=True)
