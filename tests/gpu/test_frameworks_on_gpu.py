@@ -21,7 +21,6 @@ from tests.support.sizes import MIB, PAGE
 from membroker import Client
 from membroker.checkpoint import publish_arrays
 from membroker.dlpack import export
-from membroker.errors import InvalidRequest
 from membroker.model import Model
 
 # XLA takes three quarters of the GPU otherwise.
@@ -62,15 +61,6 @@ class TestTorch:
     def torch(self) -> Any:
         return package("torch")
 
-    def test_the_cuda_array_interface(self, model: Model, torch: Any) -> None:
-        with model.allocate(PAGE) as buffer:
-            tensor = torch.as_tensor(export(buffer, (4, 4), "F32"), device="cuda")
-            assert tensor.data_ptr() == buffer.address
-            tensor.fill_(1)
-            torch.cuda.synchronize()
-            assert take(model, buffer.address, 4).hex() == "0000803f"
-            del tensor
-
     def test_a_sealed_segment(self, client: Client, model: Model, torch: Any) -> None:
         """The weights of a model, attached and used in place: torch takes read-only memory by DLPack."""
         numpy = package("numpy")
@@ -110,27 +100,6 @@ class TestCupy:
         assert daemon.books().lent_bytes == PAGE
         del part
         until(lambda: daemon.books().lent_bytes == 0)
-
-    def test_bfloat16_and_a_dtype_that_cupy_has_not(self, model: Model, cupy: Any, adapter: Any) -> None:
-        with model.allocate(PAGE) as buffer:
-            with pytest.raises(InvalidRequest, match="F8_E4M3"):
-                adapter.array(buffer, (4,), "F8_E4M3")
-            package("ml_dtypes")
-            if int(cupy.__version__.split(".")[0]) < 14:
-                pytest.skip("CuPy has BF16 from version 14 on")
-            put(model, buffer.address, bytes.fromhex("803f" * 4))
-            assert float(adapter.array(buffer, (4,), "BF16").astype("f4").sum()) == 4
-
-    @pytest.mark.parametrize("way", ["from_dlpack", "asarray"])
-    def test_dlpack_and_the_cuda_array_interface(self, model: Model, cupy: Any, way: str) -> None:
-        with model.allocate(PAGE) as buffer:
-            array = getattr(cupy, way)(export(buffer, (8,), "I32"))
-            assert array.data.ptr == buffer.address
-            array[...] = 3
-            assert int(array.sum()) == 24
-            whole = cupy.asarray(buffer)  # by the buffer's own interface
-            assert (whole.data.ptr, whole.shape) == (buffer.address, (PAGE,))
-            del array, whole
 
     def test_cupy_computes_in_borrowed_memory(self, daemon: Daemon, model: Model, cupy: Any, adapter: Any) -> None:
         """Arrays made in the block are in borrowed memory; they stay valid after the block, and are released when

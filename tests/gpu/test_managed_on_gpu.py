@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 
-from membroker.errors import DeviceFailure
 from membroker.managed.hints import (
     ManagedMemoryHints,
-    PrefetchFailed,
-    PrefetchPlan,
     UnifiedBuffer,
 )
-from membroker.vmm import AddressRange, Location, MappedRange, PhysicalMemory
+from membroker.vmm import Location
 from membroker.vmm.cuda.driver import CudaDriver
 from membroker.vmm.cuda.gpu import load_bindings
 from membroker.vmm.sizes import MIB
@@ -116,35 +113,3 @@ def test_both_sides_see_one_memory(buffer: UnifiedBuffer, hints: ManagedMemoryHi
     hints.prefetch_to(0)
     fill(buffer, 0x11, half - 1, 2)
     assert view[half - 2 : half + 2].tobytes() == b"\x5a\x11\x11\xa5"
-
-
-def test_a_framework_writes_and_the_processor_reads(buffer: UnifiedBuffer) -> None:
-    """torch takes the buffer as a CUDA array, without a copy, at the same address."""
-    torch = pytest.importorskip("torch")
-    tensor = torch.as_tensor(buffer, device="cuda")
-    assert tensor.data_ptr() == buffer.address
-    tensor[:1000] = 42
-    torch.cuda.synchronize()
-    assert buffer.view()[:1000].tobytes() == bytes([42]) * 1000
-
-
-def test_a_plan_stops_at_a_bad_entry(worker: CudaDriver, buffer: UnifiedBuffer) -> None:
-    """Borrowed memory does not migrate: the error names that entry of the plan, and the entry before it is queued."""
-    granule = worker.device.granularity
-    with (
-        AddressRange(worker, granule) as addresses,
-        PhysicalMemory.create(worker, granule) as memory,
-        MappedRange(addresses, memory) as mapped,
-    ):
-        plan = PrefetchPlan().add(buffer.address, MIB, 0).add(mapped.address, granule, 0)
-        plan.add(buffer.address + MIB, MIB, 0)
-        with pytest.raises(PrefetchFailed) as caught:
-            plan.execute(worker)
-        with pytest.raises(DeviceFailure, match=r"cuMemPrefetchAsync\S* failed"):
-            ManagedMemoryHints.for_buffer(worker, mapped.address, granule).prefetch_to("host")
-        worker.write(mapped.address, b"alive")
-        assert worker.read(mapped.address, 5) == b"alive", "the context did not survive it"
-    assert (caught.value.index, caught.value.entry, caught.value.queued) == (1, plan.entries[1], plan.entries[:1])
-    assert "cuMemPrefetchAsync" in str(caught.value)
-    assert attribute(buffer, "LAST_PREFETCH_LOCATION", 0, MIB) == 0
-    assert attribute(buffer, "LAST_PREFETCH_LOCATION", MIB, MIB) == NOWHERE

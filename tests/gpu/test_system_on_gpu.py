@@ -6,7 +6,6 @@ Nothing else may use the GPU meanwhile: its figures would include the other proc
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +31,6 @@ from tests.support.gpu import (
     until_lendable,
     used,
 )
-from tests.support.seeds import chosen_seed
 from tests.support.sizes import GIB, MIB
 from tests.support.workers import PAGE, Worker, is_gone, worker, workers
 
@@ -43,13 +41,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures
 State = Callable[[str, str], None]
 GATE_RESERVE = 256 * MIB
 """What the gate keeps of a GPU by default."""
-DEFAULT_STOCK = {"stock": "1GiB"}
-
-
-# Sharing
-
-
-# Death
 
 
 STEPS = {
@@ -107,27 +98,6 @@ def test_a_killed_workers_bytes_are_lent_again_when_the_gpu_shows_them_free(
         borrow(other, CAPACITY)
         other.do("client.close()")
     state(f"from SIGKILL until lendable, {size >> 30} GiB in pages of {page}", milliseconds(times))
-
-
-def test_workers_killed_at_any_moment_leave_nothing(gpu: CudaDriver) -> None:
-    """Three engines allocate and free, and are killed at any point. Some memory may wait for the time limit."""
-    seed = chosen_seed()
-    choose = random.Random(seed)
-    churn = "while True:\n    pool.allocate(0, 512 * MIB)\n    pool.free(0, 512 * MIB)\n"
-    with on_gpu(gpu, {"settle_seconds": 3.0, **DEFAULT_STOCK}) as daemon:
-        for _ in range(2):
-            with workers(3) as engines:
-                for number, each in enumerate(engines):
-                    enter(each, daemon, ["red", "blue"][number % 2], ["handoff", "grpc"][number % 2])
-                revision = daemon.device().revision
-                for each in engines:
-                    each.begin(churn)
-                goal = revision + choose.randrange(10, 100)
-                until(lambda goal=goal: daemon.device().revision >= goal)
-                for each in engines:
-                    each.kill()
-            until(lambda: not daemon.sessions())
-            until_lendable(daemon)
 
 
 # Outlived by its memory
@@ -208,7 +178,7 @@ def a_full_gpu(gpu: CudaDriver, left: int, call: str = "cuMemAlloc") -> Iterator
 @pytest.mark.parametrize(("call", "transport"), [("cuMemAlloc", "handoff"), ("cudaMalloc", "grpc")])
 def test_a_stranger_that_fills_the_gpu_is_told_as_a_full_device(gpu: CudaDriver, transport: str, call: str) -> None:
     """The books have 4 GiB and the GPU has 1: the gate refuses before the driver fails, and lends what fits."""
-    with on_gpu(gpu, DEFAULT_STOCK) as daemon, worker() as one:
+    with on_gpu(gpu, {"stock": "1GiB"}) as daemon, worker() as one:
         enter(one, daemon, transport=transport)
         rest = at_rest(lambda: unaccounted(daemon))
         with a_full_gpu(gpu, GIB + GATE_RESERVE, call) as stranger:

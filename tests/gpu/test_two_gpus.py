@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.usefixtures
 
 SIZE = 256 * MIB
 SIZES = [512 * MIB, 768 * MIB]
-KEEPERS = {"default": None, "by the device's name": "keepers/{device}/fdstore.sock"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,18 +40,17 @@ def _two_gpus() -> None:
 def place() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="mb-"))
     yield directory
-    for path in (*directory.glob("*/*/state/fdstore.sock"), *directory.glob("keepers/*/fdstore.sock")):
+    for path in directory.glob("*/*/state/fdstore.sock"):
         end_keeper(path)
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def start(place: Path, number: int, keeper: str | None) -> Daemon:
+def start(place: Path, number: int) -> Daemon:
     """Start the daemon of one GPU with the configuration of both."""
     directory = place / f"daemon-{number}"
     directory.mkdir()
     config = {"driver": "cuda", "capacity": 4 * GIB, "runtime_directory": str(place / "run")}
-    where = {"keeper_socket": str(place / keeper)} if keeper else {}
-    daemon = Daemon(directory, {**config, **where, "state_directory": str(place / "kept")}, device=number)
+    daemon = Daemon(directory, {**config, "state_directory": str(place / "kept")}, device=number)
     (daemon.root,) = [
         root for root in (place / "run").glob("gpu-*") if (root / "index").read_text().strip() == str(number)
     ]
@@ -79,13 +77,12 @@ def published(daemon: Daemon) -> str:
     return read
 
 
-@pytest.mark.parametrize("keeper", KEEPERS.values(), ids=KEEPERS.keys())
-def test_segments_of_two_gpus_outlive_both_daemons(place: Path, keeper: str | None) -> None:
+def test_segments_of_two_gpus_outlive_both_daemons(place: Path) -> None:
     """Each GPU has sealed segments, and each daemon is killed: every byte is still there, on its own GPU."""
     daemons: list[Daemon] = []
     try:
         for number in range(2):
-            daemons.append(start(place, number, keeper))
+            daemons.append(start(place, number))
         uuids = [daemon.device().uuid for daemon in daemons]
         assert len(set(uuids)) == 2
         written = [publish(daemon, seed) for seed, daemon in enumerate(daemons)]

@@ -87,20 +87,3 @@ def test_a_copy_without_a_kernel_crosses_from_gpu_to_gpu(
         copy_on_gpu(neighbour, here.address, there.address, size)
         assert zlib.crc32(worker.read(here.address, size)) == checksum
         state("copied from GPU to GPU and back", f"2 x {size // MIB} MiB")
-
-
-def test_access_of_one_gpu_is_taken_back_and_the_others_stays(worker: CudaDriver, neighbour: CudaDriver) -> None:
-    """Fact: cuMemSetAccess with NONE for one GPU leaves what another was granted."""
-    size = worker.device.granularity
-    with (
-        AddressRange(worker, size) as addresses,
-        PhysicalMemory.create(worker, size) as memory,
-        MappedRange(addresses, memory) as mapping,
-    ):
-        mapping.set_access(AccessFlags.READ, neighbour)
-        worker.write(mapping.address, b"seen")
-        assert neighbour.read(mapping.address, 4) == b"seen"
-        mapping.set_access(AccessFlags.NONE, neighbour)
-        assert mapping.get_access(neighbour) is AccessFlags.NONE
-        worker.write(mapping.address, b"unseen")
-        assert worker.read(mapping.address, 6) == b"unseen"
