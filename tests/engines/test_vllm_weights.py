@@ -6,7 +6,6 @@ to one would die with SIGSEGV.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -16,7 +15,8 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, running, until
-from tests.support.vllm_engine import BUILDS, CONFIG, Engine, write_model
+from tests.support.vllm_checkpoints import RANK, write_adapter, write_awq, write_gptq
+from tests.support.vllm_engine import BUILDS, Engine, write_model
 from tests.support.vllm_held import GATE
 
 import membroker
@@ -182,37 +182,12 @@ def test_two_engines_that_end_together_leave_nothing(qwen: Path, in_place: dict[
         until(lambda: sum(one.books[0].used_bytes for one in daemon.models()) == 0)
 
 
-def write_awq(directory: Path) -> Path:
-    """Write a Llama whose linear layers have four bits a weight, in groups of 32, as AutoAWQ stores them."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    write_model(directory, **LLAMA)
-    tensors = load_file(directory / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        rows, columns = tensors.pop(name).shape
-        for kind, shape in {"qweight": (columns, rows // 8), "qzeros": (columns // 32, rows // 8)}.items():
-            packed = torch.randint(-(1 << 31), (1 << 31) - 1, shape, dtype=torch.int32)
-            tensors[name.replace("weight", kind)] = packed
-        tensors[name.replace("weight", "scales")] = torch.rand(columns // 32, rows).to(torch.bfloat16) / 40
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    about = json.loads((directory / "config.json").read_text())
-    about["quantization_config"] = {
-        "quant_method": "awq",
-        "bits": 4,
-        "group_size": 32,
-        "zero_point": True,
-        "version": "gemm",
-    }
-    (directory / "config.json").write_text(json.dumps(about))
-    return directory
-
-
+@pytest.mark.parametrize("write", [write_awq, write_gptq])
 def test_quantized_weights_are_shared_as_vllm_has_packed_them(
-    in_place: dict[str, str], tokens: Callable[..., Any], tmp_path: Path
+    write: Callable[..., Path], in_place: dict[str, str], tokens: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """AWQ of a Llama in bfloat16, which no layer of vLLM declares ready for processed weights. The first packs them."""
-    model, half = write_awq(tmp_path / "awq"), {"dtype": "bfloat16"}
+    """A Llama in bfloat16, of which no layer declares to vLLM that it takes processed weights. The first packs them."""
+    model, half = write(tmp_path / "model", **LLAMA), {"dtype": "bfloat16"}
     expected = tokens(model, **half)
     with (
         running({"capacity": "512MiB"}) as daemon,
@@ -223,31 +198,11 @@ def test_quantized_weights_are_shared_as_vllm_has_packed_them(
         assert published_once(one, two)
 
 
-def write_adapter(directory: Path) -> Path:
-    """Write a LoRA of rank 8 for the attention of the tests' Qwen, large enough to change its answers."""
-    import torch
-    from safetensors.torch import save_file
-
-    directory.mkdir()
-    torch.manual_seed(5)
-    heads = CONFIG["num_attention_heads"] * CONFIG["head_dim"]
-    tensors = {}
-    for layer in range(CONFIG["num_hidden_layers"]):
-        for name in ("q_proj", "v_proj"):
-            before = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{before}.lora_A.weight"] = torch.randn(8, CONFIG["hidden_size"])
-            tensors[f"{before}.lora_B.weight"] = torch.randn(heads, 8)
-    save_file(tensors, directory / "adapter_model.safetensors")
-    about = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
-    (directory / "adapter_config.json").write_text(json.dumps({**about, "base_model_name_or_path": ""}))
-    return directory
-
-
 def test_adapters_lie_beside_shared_weights(
     qwen: Path, in_place: dict[str, str], tokens: Callable[..., Any], tmp_path: Path
 ) -> None:
     """An engine with LoRA shares with one that has none, and its adapter changes nobody's base model."""
-    adapter, lora = str(write_adapter(tmp_path / "adapter")), {"enable_lora": True, "max_lora_rank": 8}
+    adapter, lora = str(write_adapter(tmp_path / "adapter")), {"enable_lora": True, "max_lora_rank": RANK}
     with Engine(BUILDS["cpu"], qwen, environment=in_place, load_format="auto", **lora) as plain:
         adapted = plain.ready().generate(*PROMPTS, lora=adapter)
     assert adapted != tokens(qwen)
