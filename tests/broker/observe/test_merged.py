@@ -105,10 +105,3 @@ def test_an_answer_that_never_ends_is_cut(
     monkeypatch.setattr(merged, "FETCH_SECONDS", 0.5)
     endless = serve(stack, begin, ends=False)
     assert b'membroker_daemon_up{gpu_uuid="b"} 0' in scrape(a=good, b=endless)
-
-
-def test_a_page_of_daemons_that_are_all_away_loads_again() -> None:
-    """Otherwise a browser would show them as away for good."""
-    page = Merged(lambda: {"a": None}, dict).page()
-    assert b'<meta http-equiv="refresh"' in page
-    assert b"This daemon does not answer" in page

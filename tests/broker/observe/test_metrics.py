@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -154,22 +153,6 @@ def test_sessions_and_segments_are_counted_by_state() -> None:
     assert values(scrape(made), "membroker_segments") == []
 
 
-def test_counters_have_their_reasons() -> None:
-    source = Source(books(model("acme", "a", 0, MODEL_LIMIT=4)))
-    figures = {**source.now.figures, catalog.NOTICES_DROPPED: 5}
-    tenants = (TenantView("acme", (), 1, 1, {"MODEL_LIMIT": 5}),)
-    source.now = replace(
-        source.now, refused={"TOO_MANY_SESSIONS": 2}, figures=figures, tenants=tenants, denials={"MODEL_LIMIT": 6}
-    )
-    series = scrape(Metrics(source.view, UUID))
-    assert values(series, "membroker_model_denials_total", reason="MODEL_LIMIT", tenant="acme", model="a") == [4]
-    assert values(series, "membroker_tenant_denials_total", reason="MODEL_LIMIT", tenant="acme") == [5]
-    assert values(series, "membroker_device_denials_total", reason="MODEL_LIMIT") == [6]
-    assert values(series, "membroker_model_allocations_total", model="a") == [7]
-    assert values(series, "membroker_connections_refused_total", reason="TOO_MANY_SESSIONS") == [2]
-    assert values(series, "membroker_notices_dropped_total") == [5]
-
-
 def test_a_models_reasons_can_be_left_out() -> None:
     """With a thousand models they are a sixth of a scrape. The sum begins at 0, too, and the tenants keep theirs."""
     tenants = (TenantView("acme", (), 1, 1, {"MODEL_LIMIT": 4}),)
@@ -238,21 +221,6 @@ def test_histograms_count_in_buckets() -> None:
     kind = {"result": "refused", "guaranteed": "true"}
     buckets = {le: values(series, "membroker_wait_seconds_bucket", le=le, **kind) for le in ("0.025", "60.0")}
     assert buckets == {"0.025": [1], "60.0": [2]}
-
-
-def test_histograms_lose_nothing_between_threads() -> None:
-    made = Metrics(Source(books()).view, UUID)
-
-    def work() -> None:
-        for _ in range(2_000):
-            made.request("AllocateExtents", "handoff").observe(1e-5)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert values(scrape(made), "membroker_request_seconds_count") == [8_000]
 
 
 def test_promtool_finds_nothing_to_mend() -> None:

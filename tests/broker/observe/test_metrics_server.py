@@ -147,12 +147,6 @@ def test_only_a_program_of_this_machine_is_answered(server: MetricsServer, hosts
     assert raw_answer(server, "GET", "/metrics")[0] == 200
 
 
-def test_a_path_that_is_none_is_an_answer_and_no_fault(server: MetricsServer, caplog: pytest.LogCaptureFixture) -> None:
-    """Or else any peer could fill the log with tracebacks."""
-    assert raw_answer(server, "GET", "http://[", "Host: localhost")[0] == 404
-    assert caplog.records == []
-
-
 def test_health_and_readiness_say_why_not(server: MetricsServer, trouble: Trouble) -> None:
     assert get(server, "/healthz")[::2] == (200, "ok\n")
     trouble.ready = (False, "stopping")

@@ -13,7 +13,6 @@ from membroker.vmm.driver import DeviceInfo
 from membrokerd.core.snapshot import TenantLocationView, TenantView
 from membrokerd.observe import catalog
 from membrokerd.observe.history import SAMPLES, Sample
-from membrokerd.observe.metrics import PodView
 from membrokerd.observe.status_page import MOST_MODELS, page
 
 HOSTILE = '"><script>alert(1)</script>&lt;'
@@ -30,17 +29,6 @@ def test_every_name_is_escaped() -> None:
     shown = Page(text)
     assert HOSTILE in shown.titles["bytes by tenant over the last minutes"]
     assert f"{HOSTILE}/{HOSTILE}" in [row[0] for row in shown.rows]
-
-
-def test_pods_are_named_those_that_use_the_most_first() -> None:
-    """A pod without a name has its uid."""
-    pods = (PodView("uid-1", "", "red", 1, {"device": MIB}), PodView("uid-2", "web/a-0", "red", 2, {"device": 2 * MIB}))
-    rows = Page(page(replace(FULL, pods=pods), {})).rows
-    assert [row for row in rows if "red" in row] == [
-        ["web/a-0", "red", "2", "2.0 MiB"],
-        ["uid-1", "red", "1", "1.0 MiB"],
-    ]
-    assert "Pods" not in page(replace(FULL, pods=()), {})
 
 
 def test_what_is_wrong_stands_at_the_top() -> None:

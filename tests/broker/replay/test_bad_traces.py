@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import subprocess
@@ -14,9 +12,6 @@ from typing import Any
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.recorded import recorded
-
-import membrokerd.replay.__main__ as replay_process
-from membrokerd.replay import replayer
 
 pytestmark = pytest.mark.deep
 
@@ -124,41 +119,3 @@ def test_a_hostile_trace_is_bounded(tmp_path: Path, lines: list[str]) -> None:
         path.write_text(text)
         status, told = replay(path)
         assert (status, sentence in told) == (1, True), told
-
-
-def _never_answered(lines: list[str], microseconds: int) -> str:
-    """Return a trace of a session that answers no recall, whose last row is so late."""
-    rules = {"capacities": {"device": 8 << 20}, "guarantees": [["a", None, "device", 8 << 20]], "limits": []}
-    rows = [_head(lines, granularity=2 << 20, recall_ns=1_000_000_000, **rules)]
-    for session, tenant in ((1, "b"), (2, "a")):
-        rows += [f'[0,["session",{session},"{tenant}",0,0,"",false,"",0,"",""]]\n']
-        rows += [f'[0,["model",["{tenant}","m"],null,{{}}]]\n[0,["model joined",["{tenant}","m"],{session}]]\n']
-    rows += ['[0,["answers recalls",1,["b","m"],true]]\n[0,["books told",true]]\n']
-    rows += ['[1,["asked",5,1,5,["b","m"],"device",2097152,4,null,false,0]]\n']
-    rows += ['[1,["lent",1,["b","m"],"device",2097152,9,4]]\n[1,["answered",5,"","",0]]\n']
-    rows += ['[2,["asked",6,2,6,["a","m"],"device",2097152,1,1000,false,0]]\n']
-    rows += [f'[2,["recall",1,7,["b","m"],"device",2097152,1,false]]\n[{microseconds},["books told",true]]\n']
-    return "".join(rows)
-
-
-def _replay_here(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
-    """As `replay`, in this process."""
-    asked = {"files": [str(path)], "location": "device", "capacity": None, "quotas": []}
-    told = io.StringIO()
-    with monkeypatch.context() as patch, contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
-        patch.setattr(sys, "stdin", io.StringIO(json.dumps(asked)))
-        return replay_process.main(), told.getvalue()
-
-
-YEAR = 365 * 86_400_000_000
-
-
-def test_a_late_time_stamp_costs_no_more_than_an_early_one(
-    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next row is a century later. A recall that nobody answers is repeated for an hour of it, and not longer."""
-    path = tmp_path / "trace.jsonl"
-    monkeypatch.setattr(replayer, "MAX_DEADLINES", 4_000)
-    for years in (1, 100):
-        path.write_text(_never_answered(lines, years * YEAR))
-        assert _replay_here(path, monkeypatch) == (0, "")

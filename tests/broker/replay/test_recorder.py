@@ -20,10 +20,8 @@ from membrokerd.core import policy
 from membrokerd.core.machine import Broker
 from membrokerd.core.names import ModelName, SegmentName
 from membrokerd.replay import recorder, trace
-from membrokerd.replay.figures import Tally
 from membrokerd.replay.reading import read
 from membrokerd.replay.recorder import Recorder
-from membrokerd.replay.recording import Recording
 
 NAME = ModelName("acme", "llama-7b")
 SECRETS = {"process": "4711:99", "client": "python serve.py", "endpoint": "acme", "token_hash": "beef"}
@@ -165,24 +163,6 @@ def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
     parts = read(path)
     assert [part.begin.why for part in parts] == ["the daemon started"] * 2
     assert len(parts[0].rows) == len(parts[1].rows) - 1
-
-
-def test_a_day_may_release_each_extent_a_hundred_times(tmp_path: Path) -> None:
-    """A KV cache of 128 GiB grows and shrinks all day: more than four million extents are released."""
-    core = Core(tmp_path)
-    core.recorder.close()
-    path = tmp_path / "trace.jsonl"
-    loan = f'{core.session},["acme","llama-7b"],"device",{2 * MIB}'
-    with path.open("a") as file:
-        for day in range(140):
-            first = (2 << 40) + day * policy.MAX_COUNT
-            file.write(f'[{day},["lent",{loan},{first},{policy.MAX_COUNT}]]\n')
-            half = policy.MAX_COUNT // 2
-            file.write(f'[{day},["credited",{core.session},[[{first},5],[{first + half},{half}]],"released"]]\n')
-    (part,) = read(path)
-    loans = list(Recording(part, Tally()).all_loans())
-    assert len(loans) == 140
-    assert {loan.life[0].positions for loan in loans} == {(range(5), range(half, 2 * half))}
 
 
 def test_a_request_that_no_rule_allows_is_left_out(tmp_path: Path) -> None:

@@ -219,40 +219,6 @@ def test_a_recall_that_is_late_or_brings_nothing_is_a_warning(capture: Capture) 
     }
 
 
-def test_late_recalls_do_not_fill_the_log(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of sessions that never answer, over and over."""
-    monkeypatch.setattr(logs, "_allowance", logs.Allowance(lambda: 0.0))
-    out = capture("json", "warning")
-    most = logs.BURST_LINES - logs.KEPT_LINES + logs.LINES_OF_TENANT
-    for number in range(most + 1_000):
-        logs.log_recall(fx.Recalled(26, NAME, "device", 6 << 20, 0, 1_000_000_000, "late"))
-        _wait_for_the_writer(number)
-    assert len(out.getvalue().splitlines()) == most
-
-
-def test_sizes_names_and_ids_are_shown_by_one_rule(capture: Capture) -> None:
-    """Resource names as the API has them, sizes with their unit, and the number of extents instead of their ids.
-
-    Text has quotes where it needs them, and a path is shown as text is.
-    """
-    out = capture("text")
-    for fact in FACTS:
-        logs.log_fact(fact)
-    logs.warn("a probe cannot see it", file=Path("/run/x"), other=Path("/run/a b"))
-    lines = [line.split(" ", 2)[2] for line in out.getvalue().splitlines()]
-    for line in (
-        "model began model=tenants/acme/models/llama-7b virtual_capacity_bytes=null device_limit_bytes=1073741824",
-        "model joined model=tenants/acme/models/llama-7b session=sessions/1a",
-        "credited session=sessions/1a count=4 cause=released",
-        "segment began generation=40 model=tenants/acme/models/llama-7b segment=weights location=device "
-        "extent_bytes=1073741824 last_bytes=2097152 first=41 count=3 writer=sessions/1a",
-        "unaccounted seen location=device unaccounted_bytes=-4096",
-        "quota set tenant=acme model=null location=device limit_bytes=null guarantee_bytes=null weight=null",
-        'a probe cannot see it file=/run/x other="/run/a b"',
-    ):
-        assert line in lines
-
-
 def test_in_the_journal_each_line_has_its_priority(
     tmp_path: Path, capture: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from membrokerd.device import suspects
 from membrokerd.system import pods, process
 
 UID = "0b9c8f7e-1d2c-4b3a-9e8f-7a6b5c4d3e2f"
@@ -87,18 +85,6 @@ def test_no_pod(proc: Path, alive: int, text: str) -> None:
     assert process.pod_of(7, alive) == ""
 
 
-def test_a_suspect_is_named_with_its_pod(proc: Path) -> None:
-    """It may have no session: a process that does not use membroker takes the memory."""
-    seen = suspects.SeenProcess(os.getpid(), 1 << 20, 0, 0, (), ())
-    assert "pod" not in suspects.fields(seen, pods.NO_POD)
-    told = suspects.fields(seen, pods.Pod(UID, "web/a"))
-    assert (told["pod"], told["pod_name"]) == (UID, "web/a")
-    (proc / str(os.getpid())).mkdir()
-    (proc / str(os.getpid()) / "cgroup").write_text(f"0::/kubepods/pod{UID}/x\n")
-    assert process.pod_of_pid(os.getpid()) == UID
-    assert process.pod_of_pid(1 << 40) == process.pod_of_pid(-1) == ""
-
-
 @pytest.fixture
 def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The kubelet's directory of pods' logs."""
@@ -143,13 +129,6 @@ def test_what_only_looks_like_a_pods_directory_names_none(logs: Path) -> None:
     assert pods.read_names() == {UID: ""}
 
 
-def test_no_more_of_the_directory_is_read_than_a_bound(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pods, "MOST_PODS", 3)
-    for number in range(8):
-        (logs / f"web_a_{number}{UID[1:]}").mkdir()
-    assert len(pods.read_names()) == 3
-
-
 def test_names_are_read_once_for_each_new_pod(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that connects again and again does not have the directory read each time, also if it has no name."""
     reads: list[dict[str, str]] = []
@@ -178,22 +157,6 @@ def test_names_are_read_once_for_each_new_pod(logs: Path, monkeypatch: pytest.Mo
 
     (logs / f"web_a_{UID}").mkdir()
     assert asyncio.run(asked()) == ["web/a", "web/a", "", *["web/a", ""] * 3, "web/late"]
-
-
-def test_without_a_thread_there_is_no_name(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the limit of processes (`TasksMax=`, `pids.max`) sessions begin all the same."""
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    async def asked() -> str:
-        name: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        pods.PodNames().find(UID, name.set_result)
-        return await name
-
-    (logs / f"web_a_{UID}").mkdir()
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert asyncio.run(asked()) == ""
 
 
 def test_a_process_that_cannot_be_seen(proc: Path, alive: int) -> None:
