@@ -141,15 +141,19 @@ def test_a_step_that_ends_many_things_looks_once_at_what_others_hold(
 
 
 def test_deaths_that_are_due_cost_one_look_at_each_that_is_not() -> None:
-    """48 processes died ten seconds ago and hold on to their memory. Since then 32 others have died, or 128."""
+    """48 processes died ten seconds ago and hold on to their memory. Since then 32 others have died, or 128.
+
+    Each has 8 models: the dead are looked at by their sums, or a tenant whose sessions have 256 would stop the broker.
+    """
     costs = []
     for count in (32, 128):
         world = Beside()
         for number in range(TIMES + count):
             if number == TIMES:
                 world.now += 5 * 10**9
-            session, (name,) = world.joined(f"t{number}", "m")
-            world.ask(ev.Allocate, session, name, "device", GRANULE, 4)
+            session, names = world.joined(f"t{number}", *"abcdefgh")
+            for name in names:
+                world.ask(ev.Allocate, session, name, "device", GRANULE, 1)
             world.step(ev.ProcessDied(session, world.seen))
         world.now += 5 * 10**9
         costs.append(world.counted(ev.Audit(world.seen)))

@@ -15,25 +15,12 @@ from tests.support.honest_worker import State
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
-from membrokerd.core import policy, recallable, request_lines, schedule, shares, waiting
+from membrokerd.core import policy, recallable, request_lines, schedule, waiting
 from membrokerd.core.denied import Denied, Reason
 from membrokerd.core.machine import Broker
 from membrokerd.core.names import ModelName, QuotaKey
 
-MOST_CALLS = 1_600
 MOST_CALLS_OF_A_STEP = 50_000
-
-
-def test_one_look_at_many_requests_that_wait(capsys: pytest.CaptureFixture[str]) -> None:
-    """A release is enough for one of 32 requests, each of another model, while 32 models are asked for memory.
-
-    The shares are divided once. The host lends nothing: nobody waits there, so nothing is divided.
-    """
-    calls = calls_of(core.crowd())
-    with capsys.disabled():
-        print(f"\none look at the requests that wait: {calls.total():,} Python calls")
-    assert calls["Shares.divide"] == 1, calls.most_common(20)
-    assert calls.total() <= MOST_CALLS, calls.most_common(20)
 
 
 GRANULE = 2 << 20
@@ -167,20 +154,6 @@ def test_a_division_costs_nothing_for_models_without_a_share(monkeypatch: pytest
     assert many[1] <= few[1] + 200, (few, many)
 
 
-def charged_models(models: int) -> tuple[core.Core, tuple[int, ModelName]]:
-    """Return a core with so many models of 16 guaranteed tenants, a page each, and the session that alone answers.
-
-    Nothing is free, and another tenant waits for more than its share.
-    """
-    guarantees: dict[QuotaKey, int] = {(f"t{number}", None, "device"): GRANULE for number in range(16)}
-    crowd = core.Core(models + 1, guarantees, max_sessions=2 * models)
-    answering = crowd.open("other", "m", answers=True)
-    for one in (answering, *[crowd.open(f"t{number % 16}", f"m{number}") for number in range(models)]):
-        assert crowd.allocate(*one)
-    assert not crowd.allocate(*crowd.open("waiting", "m"), 64 * GRANULE, wait_ns=core.WAIT_NS)
-    return crowd, answering
-
-
 _calls = itertools.count(1 << 42)
 
 
@@ -193,36 +166,6 @@ def refused(crowd: core.Core, session: int, name: ModelName, size: int) -> Count
     return calls
 
 
-def test_whether_recalls_are_possible_can_change_without_a_division_of_all() -> None:
-    """The only session that answers recalls says that it does not, and that it does, and is refused each time."""
-    costs = []
-    for models in (128, 1_024):
-        crowd, (session, name) = charged_models(models)
-        found = []
-        for number in range(6):
-            call = (1 << 40) + number
-            answers = ev.RegisterModel(call, session, call, name, None, {}, False, number % 2 == 1)
-            calls = calls_of(lambda: crowd.step(answers))  # noqa: B023 - it is called at once
-            found.append((calls + refused(crowd, session, name, 8 * GRANULE)).total())
-        costs.append(max(found[2:]))
-    assert costs[1] <= costs[0] + 200, costs
-
-
-def test_what_is_not_asked_for_is_not_forgotten() -> None:
-    """A tenant begins and leaves 2,100 models while nobody waits. The refusal after that looks at portions."""
-    crowd, (session, name) = charged_models(2_048)
-    for request in crowd.broker.waiting.waiters():
-        crowd.step(ev.CancelWait(request.event.call))
-    crowd.now += 10**10
-    crowd.step(ev.Elapsed())
-    refused(crowd, session, name, GRANULE)
-    for number in range(2_100):
-        call, other = (1 << 40) + 2 * number, ModelName(name.tenant, f"x{number}")
-        crowd.step(ev.RegisterModel(call, session, call, other, None, {}, False))
-        crowd.step(ev.UnregisterModel(call + 1, session, call + 1, other))
-    assert refused(crowd, session, name, GRANULE)["Shares._model"] <= 4 * (shares.PORTION + 1)
-
-
 def test_a_recall_looks_once_at_each_model() -> None:
     """A request is refused, and 512 models of 16 tenants could be asked for what it lacks."""
     crowd = core.Core(512, max_sessions=1_024)
@@ -231,24 +174,6 @@ def test_a_recall_looks_once_at_each_model() -> None:
     calls = refused(crowd, *crowd.open("red", "m"), 2 * GRANULE)
     assert len(crowd.broker.books.recallable.recalls) >= 2
     assert calls["Recallable.asked_of_model"] <= 512 + 64, calls.most_common(10)
-
-
-def test_where_all_keep_what_they_have_no_shares_without_them_are_worked_out() -> None:
-    """16 tenants are late for recalls, and nobody else has anything that can be recalled: nobody would be asked."""
-    crowd = core.Core(256, max_sessions=512)
-    lent = [crowd.allocate(*crowd.open(f"t{number % 16}", f"m{number}", answers=True)) for number in range(256)]
-    assert all(lent)
-    session, name = crowd.open("red", "m")
-    recallable = crowd.broker.books.recallable
-    for size in range(2, 40):
-        refused(crowd, session, name, size * GRANULE)
-        crowd.now += 10**10
-        crowd.step(ev.Elapsed())
-    assert recallable.models("device")
-    assert len(recallable.keepers("device")) == 256
-    calls = refused(crowd, session, name, GRANULE)
-    assert calls["Schedule._ask_for"] == 1, "nothing was recalled"
-    assert calls["Shares._model"] <= 16, calls.most_common(10)
 
 
 @pytest.mark.parametrize("guaranteed", [False, True])
@@ -363,18 +288,6 @@ def guests_of(crowd: core.Core, tenant: str, count: int, size: int = GRANULE) ->
         declared = crowd.step(ev.Declare(1 << 42, session, (1 << 42) + number, name, "device", size, True))
         answers += [one.result for one in declared if isinstance(one, fx.Answer)]
     return answers
-
-
-def test_a_tenant_with_many_guests_costs_others_nothing() -> None:
-    """Another tenant borrows and releases beside one guest, and beside as many as a tenant may have."""
-    costs = []
-    for count in (1, recallable.MOST_GUESTS_OF_A_TENANT):
-        crowd = core.Core(1_024)
-        guests_of(crowd, "guests", count)
-        session, name = crowd.open("other", "m")
-        costs.append(calls_of(lambda: crowd.release(session, crowd.allocate(session, name))).total())  # noqa: B023
-        assert len(crowd.broker.books.recallable.guests) == count
-    assert costs[1] <= costs[0] + 10, costs
 
 
 def test_guests_are_bounded() -> None:
@@ -538,33 +451,6 @@ def test_models_that_nobody_uses_end_in_portions() -> None:
         crowd.step(ev.Audit(seen))
         models.append(len(crowd.broker.ledger.models))
     assert models == [900 - 256, 900 - 512, 300, 300]
-
-
-def test_declarations_that_waited_are_granted_by_shares_of_one_division(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A release has room for 8 declarations that were put aside, each of another model, while a request waits."""
-    divisions, divide = Counter[str](), shares.Shares.divide
-
-    def counted(self: shares.Shares, *arguments: Any, **named: Any) -> Any:
-        divisions["all"] += 1
-        return divide(self, *arguments, **named)
-
-    monkeypatch.setattr(shares.Shares, "divide", counted)
-    broker = Broker(policy.Rules(granularity=GRANULE, capacities={"device": 64 * GRANULE}), epoch=1)
-    lender = joined(broker, 1, answers=True)
-    lent = broker.step(ev.Allocate(100, lender, 100, name_of(1), "device", GRANULE, 64, 0, False, 0), 0).facts[0]
-    broker.step(ev.Made(lender, 100, 0), 0)
-    broker.step(ev.Acknowledge(lender, 100, 0), 0)
-    waiting, *declaring = [(number, joined(broker, number, answers=False)) for number in range(2, 11)]
-    for number, session in declaring:
-        call = ev.Declare(200 + number, session, 200, name_of(number), "device", GRANULE)
-        assert broker.step(call, 0).effects == [fx.DrainInputs(200 + number)], "it is put aside until all input is read"
-    number, session = waiting
-    call = ev.Allocate(300, session, 300, name_of(number), "device", GRANULE, 24, 10**10, False, 0)
-    broker.step(call, 0)
-    divisions.clear()
-    answers = broker.step(ev.Release(400, lender, 400, tuple(range(lent.first, lent.first + 16))), 0).effects
-    assert sum(getattr(one, "call", None) in range(203, 211) for one in answers) == 8
-    assert divisions["all"] <= 2
 
 
 def name_of(number: int) -> ModelName:

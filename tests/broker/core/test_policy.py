@@ -7,7 +7,6 @@ import pytest
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
 from membrokerd.core.ledger import Ledger
-from membrokerd.core.machine import Broker
 from membrokerd.core.names import ModelName
 
 CAPACITIES: dict[str, int] = {"device": 100, "host": 0}
@@ -62,13 +61,6 @@ def test_a_command_that_ends_leaves_the_configuration() -> None:
     ledger.apply(ft.QuotaSet("t", None, "device", None, weight=3))
     assert policy.limit_of(ledger.quotas, rules_with(tenant=50), ("t", None, "device")) == 50
     assert policy.quota_of(ledger.quotas, rules_with(tenant=50), ("t", None, "device")) == (50, None, 3)
-
-
-def test_nothing_is_kept_for_a_model_that_nobody_has_registered() -> None:
-    """A worker asks what it could have under any name: nothing would forget those."""
-    admission = Broker(policy.Rules(granularity=2, capacities=CAPACITIES), epoch=1).books.admission  # type: ignore[arg-type]
-    assert admission.available(MODEL, "device", None) == 100
-    assert not admission._limits
 
 
 def test_a_limit_holds_for_its_location_and_its_owner_only() -> None:

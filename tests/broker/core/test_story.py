@@ -81,24 +81,6 @@ def what_there_is(ledger: Ledger) -> Iterator[str]:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("seed", range(35, 37))
-def test_life_goes_on_from_a_story(seed: int) -> None:
-    """Successors that began at different times with a story, and then saw what happened, have the same books."""
-    world = World(seed)
-    successors: list[Ledger] = []
-    for number in range(TURNS // 2):
-        seen = len(world.history)
-        world.turn(number)
-        for successor in successors:
-            for fact in world.history[seen:]:
-                successor.apply(fact)
-        if number % 300 == 150:
-            successors.append(told(checkpoint_facts(world.daemons.books)))
-    for successor in successors:
-        assert books(successor) == books(world.daemons.books)
-
-
-@pytest.mark.deep
 def test_a_story_is_of_the_moment_when_it_was_begun() -> None:
     """It is told while the world goes on, as when the journal is compacted: what comes later is not in it."""
     world = World(seed := 35)

@@ -26,7 +26,7 @@ from membrokerd.core.checkpoint import checkpoint_facts
 from membrokerd.core.ledger import replay
 from membrokerd.core.names import LOCATIONS, Location, ModelName
 from membrokerd.restart import records
-from membrokerd.restart.journal import Journal, boot_id
+from membrokerd.restart.journal import Journal
 
 LEFT_OUT = (ft.StockChanged, ft.QuotaSet)
 
@@ -119,16 +119,6 @@ def test_what_no_successor_needs_is_not_written(path: Path) -> None:
     write(path, [stock], [quota, *STEPS[0], stock], [], story=[quota])
     assert read(path) == (STEPS[0], [])
     assert len(list(ends(path.read_bytes()))) == 2
-
-
-def test_boots_have_names() -> None:
-    assert len(boot_id()) == 36
-
-
-def test_without_a_predecessor_there_are_no_facts(path: Path) -> None:
-    journal = Journal(path, BINDING)
-    assert journal.read(list) == ([], [])
-    assert list(path.parent.iterdir()) == [], "reading made something"
 
 
 # --- a daemon's life ---

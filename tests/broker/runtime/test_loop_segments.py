@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from collections.abc import Awaitable, Callable
 from typing import cast
@@ -14,12 +13,8 @@ from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.loop_world import Late, World, play
 from tests.support.sizes import MIB
 
-from membroker.vmm import DriverError
 from membrokerd.core.denied import Denied, Reason
 from membrokerd.runtime import packets as packets_module
-
-SEALED = 0x0010
-"""F_SEAL_FUTURE_WRITE, for which Python 3.11 has no name."""
 
 
 def play_late(story: Callable[[World], Awaitable[None]]) -> None:
@@ -33,34 +28,6 @@ async def ended(world: World, segment: int, *holders: int) -> None:
         await world.detach(session, segment)
     await world.delete()
     await world.until(lambda: not world.charged())
-
-
-@played_by(play)
-async def test_a_segment_is_written_sealed_attached_and_dropped(world: World) -> None:
-    """Writer and reader get descriptors of their own; the memory is there once, freed with the last descriptor."""
-    writer, reader = await world.open(), await world.open()
-    made = await world.create(writer, 6 * MIB)
-    assert (made.state, made.extents, made.size) == ("writing", 2, 6 * MIB)
-    store = world.loop.store
-    mine = world.queues[writer].descriptors
-    assert [os.fstat(one).st_size for one in mine] == [4 * MIB, 2 * MIB]
-    assert [packet.segment for packet in world.queues[writer].packets] == [made.segment] * 2
-    waiting = world.attach(reader, wait=DEADLINE_SECONDS)
-    assert (await world.seal(writer, made.segment)).state == "sealed"
-    assert all(fcntl.fcntl(one, fcntl.F_GET_SEALS) & SEALED for one in mine)
-    assert (await waiting).sessions == 2
-    theirs = world.queues[reader].descriptors
-    assert [os.fstat(one).st_ino for one in theirs] == [os.fstat(one).st_ino for one in mine]
-    assert not {*mine, *theirs} & {*store.lend(made.segment, range(made.segment + 1, made.segment + 3))}
-    assert not any(os.get_inheritable(one) for one in (*mine, *theirs))
-    assert (len(store), world.used(), world.charged()) == (2, 6 * MIB, 6 * MIB)
-    for session in (writer, reader):
-        world.queues[session].close()
-        await world.detach(session, made.segment)
-    assert world.used() == 6 * MIB, "the broker keeps it"
-    assert (await world.delete()).state == "retired"
-    await world.until(lambda: not world.charged())
-    assert world.used() == 0
 
 
 @played_by(play_late)
@@ -233,20 +200,6 @@ async def test_a_segment_that_ends_while_its_packet_is_queued_holds_no_dead_sess
 
 
 @played_by(play)
-async def test_a_seal_that_fails_can_be_asked_for_again(world: World) -> None:
-    """Attaches that wait for the seal wait on; the second seal serves them."""
-    writer, reader = await world.open(), await world.open()
-    made = await world.create(writer, 8 * MIB)
-    waiting = world.attach(reader, wait=DEADLINE_SECONDS)
-    world.driver.seal_failure = DriverError("fcntl", "EIO", errno.EIO)
-    assert (await world.seal(writer, made.segment)).reason is Reason.DRIVER_FAILED
-    assert not waiting.done()
-    assert (await world.seal(writer, made.segment)).state == "sealed"
-    assert (await waiting).state == "sealed"
-    await ended(world, made.segment, writer, reader)
-
-
-@played_by(play)
 async def test_a_segment_that_is_deleted_while_it_is_sealed_is_closed_behind_the_seal(world: World) -> None:
     """The driver thread still has its descriptors in hand: they are closed after it, not under it."""
     writer = await world.open()
@@ -257,26 +210,3 @@ async def test_a_segment_that_is_deleted_while_it_is_sealed_is_closed_behind_the
     assert (await deleted).state == "ending"
     await left
     await world.until(lambda: not world.loop.broker.ledger.segments)
-
-
-@played_by(play)
-async def test_a_dead_holders_segment_is_settled_by_the_device(world: World) -> None:
-    """The packet lay in the dead reader's socket: it is charged until that is closed, and the device shows it."""
-    writer, reader = await world.open(), await world.open()
-    made = await world.create(writer, 8 * MIB)
-    await world.seal(writer, made.segment)
-    await world.attach(reader)
-    world.queues[writer].close()
-    await world.detach(writer, made.segment)
-    await world.delete()
-    world.lose(reader)
-    world.loop.process_died(reader)
-    totals = world.loop.broker.ledger.totals["device"]
-    await world.until(lambda: totals.releasing == 8 * MIB)
-    assert len(world.loop.store) == 0
-    revision = world.loop.broker.ledger.revision
-    for _ in range(3):
-        await world.audit()
-    assert (totals.releasing, world.loop.broker.ledger.revision) == (8 * MIB, revision)
-    world.queues[reader].close()
-    await world.until(lambda: not totals.releasing)

@@ -42,19 +42,6 @@ async def test_the_second_of_a_size_is_there_already(world: World) -> None:
     assert world.used() == stock(world) == 8 * MIB
 
 
-@played_by(play, stock=2)
-async def test_what_is_in_the_way_is_closed_before_more_is_made(world: World) -> None:
-    """All of the device is wanted at once: the stock goes first, in the very order of the effects."""
-    session = await world.open()
-    await world.allocate(session)
-    await filled(world, 2)
-    made = await world.allocate(session, count=31)
-    assert made.count == 31
-    assert (world.charged(), world.used(), world.loop.packets.stocked) == (64 * MIB, 64 * MIB, 0)
-    await world.give_back(session)
-    await world.look()
-
-
 @pytest.mark.parametrize("count", [1, 12])
 @played_by(play, stock=2)
 async def test_a_full_device_gets_what_the_stock_holds(world: World, count: int) -> None:

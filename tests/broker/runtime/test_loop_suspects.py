@@ -41,21 +41,6 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("membrokerd"), "propagate", True)
 
 
-def test_the_largest_suspects_are_named_and_no_more_than_eight(caplog: pytest.LogCaptureFixture) -> None:
-    """A machine of many processes: the log names the first of them. A process with only a context is not a suspect."""
-
-    async def story(world: World) -> None:
-        world.driver.shown = [(100 + number, number * 100 * MIB) for number in range(20)]
-        await rise(world)
-        assert world.driver.asked_on == ["membrokerd-driver"]
-
-    said = named(story, caplog, context_bytes=500 * MIB)
-    assert {event for event, _ in said} == {"a process uses more of the device than it is charged"}
-    assert [fields["pid"] for _, fields in said] == [*range(119, 111, -1)]
-    first = [said[0][1][field] for field in ("uses", "charged", "segments", "sessions", "models")]
-    assert first == ["1.9 GiB", "0 B", "0 B", "none", "none"]
-
-
 @pytest.mark.parametrize(("uses", "lines"), [([20], 1), ([], 1), ([20, 20], 0), ([600], 0)])
 def test_a_rise_that_nobody_shows_is_said_and_one_of_contexts_is_not(
     caplog: pytest.LogCaptureFixture, uses: list[int], lines: int

@@ -23,7 +23,7 @@ from membrokerd.restart import keeper as fdstore
 from membrokerd.restart import keeper_client as mirrors
 from membrokerd.restart.descriptor_store import Store, StoredDescriptors
 from membrokerd.restart.keeper_client import KeeperMirror, open_keeper
-from membrokerd.restart.keeper_connection import KeeperConnection, OwnedElsewhere
+from membrokerd.restart.keeper_connection import KeeperConnection
 
 _STRANGER = """
 import os, socket, sys
@@ -278,19 +278,6 @@ async def test_the_daemon_stops_during_puts(path: Path) -> None:
     end(store)
     with pytest.raises(ConnectionError):
         await put
-
-
-async def test_a_keeper_of_another_device_is_refused_at_once(path: Path) -> None:
-    """Two daemons have one keeper_socket: the second is told what to do, and the first stays connected."""
-    _, store = await opened(path)
-    await keeping(store, 1, {1: b"the first one's"})
-    with pytest.raises(OwnedElsewhere, match=rf"{OWNER}: "):
-        await open_keeper(path, "/run/membroker/host-1")
-    await keeping(store, 2, {2: b"more"})
-    end(store)
-    with pytest.raises(OwnedElsewhere):
-        await open_keeper(path, "/run/membroker/host-1")
-    assert read(await left_at(path)) == {1: {1: b"the first one's"}, 2: {2: b"more"}}
 
 
 async def test_a_keeper_that_an_older_daemon_started(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
