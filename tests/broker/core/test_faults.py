@@ -162,6 +162,51 @@ def test_a_commanded_limit_ends_where_nothing_is_lent_any_more() -> None:
         assert broker.step(event, 0).effects == [fx.Answer(1, deny(Reason.LOCATION_UNAVAILABLE, location="host"))]
 
 
+class Charges(dict[Any, Any]):
+    """A session's charges, of which each look through all of them is counted."""
+
+    looks = 0
+
+    def items(self) -> Any:
+        Charges.looks += 1
+        return super().items()
+
+    def values(self) -> Any:
+        Charges.looks += 1
+        return super().values()
+
+    def __iter__(self) -> Any:
+        Charges.looks += 1
+        return super().__iter__()
+
+
+def looks_at_charges(sessions: int) -> tuple[int, int]:
+    """Return how often charges of sessions with three models were looked through, at their deaths and at an audit."""
+    broker = Broker(policy.Rules(granularity=2, capacities={"device": 1 << 40}), epoch=1)
+    for number in range(sessions):
+        broker.step(ev.OpenSession(0, "t", 1, 1, str(number), False, "story"), 0)
+    for session, row in broker.ledger.sessions.items():
+        for model in "abc":
+            broker.step(ev.RegisterModel(0, session, 1, ModelName("t", model), None, {}, False), 0)
+            broker.step(ev.Declare(0, session, 1, ModelName("t", model), "device", 4), 0)
+        row.charges = Charges(row.charges)
+    Charges.looks = 0
+    for session in list(broker.ledger.sessions):
+        broker.step(ev.ProcessDied(session, {"device": 1 << 30}), 0)
+    at_deaths = Charges.looks
+    broker.step(ev.Audit({"device": 1 << 30}), 1)
+    assert broker.ledger.totals["device"].releasing == sessions * 3 * 4, "they are settled already"
+    return at_deaths, Charges.looks - at_deaths
+
+
+def test_the_dead_are_looked_at_by_sums() -> None:
+    """At each death and each audit all of the dead are: a tenant's sessions with 256 models each stopped the broker."""
+    (few, _), (many, at_audit) = looks_at_charges(10), looks_at_charges(40)
+    assert few, "nothing counts"
+    assert many == 4 * few
+    assert at_audit == 0
+
+
 def test_deaths_are_credited_some_at_a_time(story: Story) -> None:
     """128 sessions die, and the device shows all their memory free: one step credits 64 of them at most."""
     sessions = [story.open() for _ in range(128)]

@@ -15,7 +15,7 @@ from tests.support.honest_worker import State
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
-from membrokerd.core import policy, recallable, request_lines, schedule, waiting
+from membrokerd.core import policy, recallable, request_lines, schedule, shares, waiting
 from membrokerd.core.denied import Denied, Reason
 from membrokerd.core.machine import Broker
 from membrokerd.core.names import ModelName, QuotaKey
@@ -29,24 +29,18 @@ GRANULE = 2 << 20
 @pytest.mark.parametrize("answers", [False, True])
 def test_one_look_asks_once_for_each_model_how_much_it_may_have(*, answers: bool) -> None:
     """A tenant's 240 requests, each of another size, are larger than what is free. Behind them small ones have room."""
-    broker = Broker(policy.Rules(granularity=GRANULE, capacities={"device": 1_024 * GRANULE}), epoch=1)
-    lender = joined(broker, 1, answers=False)
-    lent = broker.step(ev.Allocate(100, lender, 100, name_of(1), "device", GRANULE, 1_024), 0).facts[0]
-    for part in range(16):
-        broker.step(ev.Made(lender, 100, part), 0)
-        broker.step(ev.Acknowledge(lender, 100, part), 0)
+    crowd = core.Core(1_024)
+    lender = crowd.open("lender", "m")
+    lent = [extent for _ in range(1_024) for extent in crowd.allocate(*lender)]
     for number in range(16):
-        session = joined(broker, 2, answers=answers)
+        session, name = crowd.open("red", "m", answers=answers)
         for count in range(16):
             size = 200 + 16 * number + count if number < 15 else 1
-            call = 1_000 + 16 * number + count
-            broker.step(ev.Allocate(call, session, call, name_of(2), "device", GRANULE, size, 10**10), 0)
-    facts = list[Any]()
-    release = ev.Release(400, lender, 400, tuple(range(lent.first, lent.first + 16)))
-    calls = calls_of(lambda: facts.extend(broker.step(release, 0).facts))
-    granted = len(facts) - 1
-    assert granted == 16
-    looks = granted + 1
+            assert not crowd.allocate(session, name, size * GRANULE, wait_ns=core.WAIT_NS)
+    effects = list[Any]()
+    calls = calls_of(lambda: effects.extend(crowd.release(lender[0], tuple(lent[:16]))))
+    assert sum(isinstance(one, fx.Make) for one in effects) == 16
+    looks = 17
     assert calls["Admission.bound"] <= looks * 2, calls.most_common(10)
     assert calls["Line.fitting"] <= looks * 12, calls.most_common(10)
     assert calls["over"] <= looks, "a refusal is put into words that nobody reads"
@@ -56,30 +50,15 @@ def test_one_look_asks_once_for_each_model_how_much_it_may_have(*, answers: bool
 @pytest.mark.parametrize("more", [7, pytest.param(63, marks=[pytest.mark.deep, pytest.mark.timeout(1200)])])
 def test_a_look_costs_nothing_for_each_request_that_waits(more: int, *, answers: bool) -> None:
     """An honest session borrows beside 256 requests of 16 models, and beside 2,048 or 16,384 of them."""
-    most = {"max_sessions": 2_048, "max_sessions_per_process": 64}
-    rules = policy.Rules(granularity=GRANULE, capacities={"device": 1_024 * GRANULE}, **most)
-    broker = Broker(rules, epoch=1)
-    lender, honest = joined(broker, 1, answers=answers), joined(broker, 2, answers=False)
-    broker.step(ev.Allocate(100, lender, 100, name_of(1), "device", GRANULE, 1_000), 0)
-    number, costs = 10_000, list[int]()
-
-    def borrow() -> None:
-        broker.step(ev.Allocate(number, honest, number, name_of(2), "device", GRANULE, 1, 0), 0)
-        broker.step(ev.InputsDrained(number), 0)
-
+    crowd = core.Core(1_024, max_sessions=2_048)
+    crowd.allocate(*crowd.open("lender", "m", answers=answers), 1_000 * GRANULE)
+    honest, costs, sizes = crowd.open("honest", "m"), list[int](), itertools.count()
     for sessions in (1, more):
-        for model in range(3, 19):
-            for _ in range(sessions):
-                session = joined(broker, model, answers=False)
-                for request in range(16):
-                    number += 1
-                    size = 30 + number % 37
-                    broker.step(
-                        ev.Allocate(number, session, 100 + request, name_of(model), "device", GRANULE, size, 10**13), 0
-                    )
-        number += 1
-        costs.append(calls_of(borrow).total())
-    assert broker.waiting.of_location("device")[1] == 256 * (1 + more)
+        for one in [crowd.open(f"t{model}", "m") for model in range(16) for _ in range(sessions)]:
+            for _ in range(16):
+                assert not crowd.allocate(*one, (30 + next(sizes) % 37) * GRANULE, wait_ns=core.WAIT_NS)
+        costs.append(calls_of(lambda: crowd.allocate(*honest)).total())
+    assert crowd.broker.waiting.of_location("device")[1] == 256 * (1 + more)
     line = 16 * (1 + more)
     assert costs[1] <= costs[0] + 3 * line, costs  # one line has a new request: all of its requests are looked at
 
@@ -87,42 +66,25 @@ def test_a_look_costs_nothing_for_each_request_that_waits(more: int, *, answers:
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_decision_costs_nothing_for_each_model_that_waits(*, answers: bool) -> None:
     """A release is enough for one request, beside 128 of as many models of four tenants, and beside 1,024."""
-    rules = policy.Rules(
-        granularity=GRANULE,
-        capacities={"device": 1_024 * GRANULE},
-        limits={("tenant3", "3-0", "device"): 512 * GRANULE, ("tenant4", None, "device"): 900 * GRANULE},
-        guarantees={("tenant5", None, "device"): 2 * GRANULE},
-        max_sessions=2_048,
-        max_sessions_per_process=1_024,
-        max_models_per_tenant=1_024,
-    )
-    broker = Broker(rules, epoch=1)
-    lender = joined(broker, 1, answers=answers)
-    lent = broker.step(ev.Allocate(100, lender, 100, name_of(1), "device", GRANULE, 1_022), 0).facts[0]
-    for part in range(16):
-        broker.step(ev.Made(lender, 100, part), 0)
-        broker.step(ev.Acknowledge(lender, 100, part), 0)
-    costs, number, extent = list[int](), 1_000, lent.first
-    facts = list[Any]()
-
-    def release() -> None:
-        facts[:] = broker.step(ev.Release(number, lender, number, (extent,)), 0).facts
-
-    for models in (128, 1_024):
-        while number < 1_000 + models:
-            tenant, number = 2 + number % 4, number + 1
-            session, name = joined(broker, tenant, answers=False), ModelName(f"tenant{tenant}", f"{tenant}-{number}")
-            broker.step(ev.RegisterModel(number, session, number, name, None, {}, False), 0)
-            broker.step(ev.Allocate(10_000 + number, session, 1, name, "device", GRANULE, 1, 10**13), 0)
+    limits: dict[QuotaKey, int] = {("t1", "m1", "device"): 512 * GRANULE, ("t2", None, "device"): 900 * GRANULE}
+    guarantees: dict[QuotaKey, int] = {("t3", None, "device"): 2 * GRANULE}
+    crowd = core.Core(1_024, guarantees, limits=limits, max_sessions=2_048, max_models_per_tenant=1_024)  # type: ignore[arg-type]
+    lender = crowd.open("lender", "m", answers=answers)
+    lent = [crowd.allocate(*lender) for _ in range(1_022)]
+    costs, models = list[int](), 0
+    for count in (128, 1_024):
+        while models < count:
+            crowd.allocate(*crowd.open(f"t{models % 4}", f"m{models}"), wait_ns=core.WAIT_NS)
+            models += 1
         most = []
         for _ in range(4):
-            while broker.deadline == 0:  # a look that an earlier step has left
-                broker.step(ev.Elapsed(), 0)
-            number, extent = number + 1, extent + 1
-            most.append(calls_of(release).total())
-            assert len(facts) == 2, "one is granted"
+            while crowd.broker.deadline == 0:  # a look that an earlier step has left
+                crowd.step(ev.Elapsed())
+            effects = list[Any]()
+            most.append(calls_of(lambda: effects.extend(crowd.release(lender[0], lent.pop()))).total())  # noqa: B023
+            assert sum(isinstance(one, fx.Make) for one in effects) == 1
         costs.append(min(most))
-    assert broker.waiting.of_location("device")[1] > 1_000
+    assert crowd.broker.waiting.of_location("device")[1] > 1_000
     assert costs[1] <= costs[0] + 2_000, costs  # 256 models at most have holds
 
 
@@ -154,6 +116,20 @@ def test_a_division_costs_nothing_for_models_without_a_share(monkeypatch: pytest
     assert many[1] <= few[1] + 200, (few, many)
 
 
+def charged_models(models: int) -> tuple[core.Core, tuple[int, ModelName]]:
+    """Return a core with so many models of 16 guaranteed tenants, a page each, and the session that alone answers.
+
+    Nothing is free, and another tenant waits for more than its share.
+    """
+    guarantees: dict[QuotaKey, int] = {(f"t{number}", None, "device"): GRANULE for number in range(16)}
+    crowd = core.Core(models + 1, guarantees, max_sessions=2 * models)
+    answering = crowd.open("other", "m", answers=True)
+    for one in (answering, *[crowd.open(f"t{number % 16}", f"m{number}") for number in range(models)]):
+        assert crowd.allocate(*one)
+    assert not crowd.allocate(*crowd.open("waiting", "m"), 64 * GRANULE, wait_ns=core.WAIT_NS)
+    return crowd, answering
+
+
 _calls = itertools.count(1 << 42)
 
 
@@ -166,6 +142,36 @@ def refused(crowd: core.Core, session: int, name: ModelName, size: int) -> Count
     return calls
 
 
+def test_whether_recalls_are_possible_can_change_without_a_division_of_all() -> None:
+    """The only session that answers recalls says that it does not, and that it does, and is refused each time."""
+    costs = []
+    for models in (128, 1_024):
+        crowd, (session, name) = charged_models(models)
+        found = []
+        for number in range(6):
+            call = (1 << 40) + number
+            answers = ev.RegisterModel(call, session, call, name, None, {}, False, number % 2 == 1)
+            calls = calls_of(lambda: crowd.step(answers))  # noqa: B023 - it is called at once
+            found.append((calls + refused(crowd, session, name, 8 * GRANULE)).total())
+        costs.append(max(found[2:]))
+    assert costs[1] <= costs[0] + 200, costs
+
+
+def test_what_is_not_asked_for_is_not_forgotten() -> None:
+    """A tenant begins and leaves 2,100 models while nobody waits. The refusal after that looks at portions."""
+    crowd, (session, name) = charged_models(2_048)
+    for request in crowd.broker.waiting.waiters():
+        crowd.step(ev.CancelWait(request.event.call))
+    crowd.now += 10**10
+    crowd.step(ev.Elapsed())
+    refused(crowd, session, name, GRANULE)
+    for number in range(2_100):
+        call, other = (1 << 40) + 2 * number, ModelName(name.tenant, f"x{number}")
+        crowd.step(ev.RegisterModel(call, session, call, other, None, {}, False))
+        crowd.step(ev.UnregisterModel(call + 1, session, call + 1, other))
+    assert refused(crowd, session, name, GRANULE)["Shares._model"] <= 4 * (shares.PORTION + 1)
+
+
 def test_a_recall_looks_once_at_each_model() -> None:
     """A request is refused, and 512 models of 16 tenants could be asked for what it lacks."""
     crowd = core.Core(512, max_sessions=1_024)
@@ -174,6 +180,24 @@ def test_a_recall_looks_once_at_each_model() -> None:
     calls = refused(crowd, *crowd.open("red", "m"), 2 * GRANULE)
     assert len(crowd.broker.books.recallable.recalls) >= 2
     assert calls["Recallable.asked_of_model"] <= 512 + 64, calls.most_common(10)
+
+
+def test_where_all_keep_what_they_have_no_shares_without_them_are_worked_out() -> None:
+    """16 tenants are late for recalls, and nobody else has anything that can be recalled: nobody would be asked."""
+    crowd = core.Core(256, max_sessions=512)
+    lent = [crowd.allocate(*crowd.open(f"t{number % 16}", f"m{number}", answers=True)) for number in range(256)]
+    assert all(lent)
+    session, name = crowd.open("red", "m")
+    recallable = crowd.broker.books.recallable
+    for size in range(2, 40):
+        refused(crowd, session, name, size * GRANULE)
+        crowd.now += 10**10
+        crowd.step(ev.Elapsed())
+    assert recallable.models("device")
+    assert len(recallable.keepers("device")) == 256
+    calls = refused(crowd, session, name, GRANULE)
+    assert calls["Schedule._ask_for"] == 1, "nothing was recalled"
+    assert calls["Shares._model"] <= 16, calls.most_common(10)
 
 
 @pytest.mark.parametrize("guaranteed", [False, True])
@@ -288,6 +312,18 @@ def guests_of(crowd: core.Core, tenant: str, count: int, size: int = GRANULE) ->
         declared = crowd.step(ev.Declare(1 << 42, session, (1 << 42) + number, name, "device", size, True))
         answers += [one.result for one in declared if isinstance(one, fx.Answer)]
     return answers
+
+
+def test_a_tenant_with_many_guests_costs_others_nothing() -> None:
+    """Another tenant borrows and releases beside one guest, and beside as many as a tenant may have."""
+    costs = []
+    for count in (1, recallable.MOST_GUESTS_OF_A_TENANT):
+        crowd = core.Core(1_024)
+        guests_of(crowd, "guests", count)
+        session, name = crowd.open("other", "m")
+        costs.append(calls_of(lambda: crowd.release(session, crowd.allocate(session, name))).total())  # noqa: B023
+        assert len(crowd.broker.books.recallable.guests) == count
+    assert costs[1] <= costs[0] + 10, costs
 
 
 def test_guests_are_bounded() -> None:
@@ -451,15 +487,3 @@ def test_models_that_nobody_uses_end_in_portions() -> None:
         crowd.step(ev.Audit(seen))
         models.append(len(crowd.broker.ledger.models))
     assert models == [900 - 256, 900 - 512, 300, 300]
-
-
-def name_of(number: int) -> ModelName:
-    return ModelName(f"tenant{number}", "model")
-
-
-def joined(broker: Broker, number: int, *, answers: bool) -> int:
-    """Return a session of a tenant of its own, with a model."""
-    opened = ev.OpenSession(number, name_of(number).tenant, 0, 0, f"process {number}", False, "token")
-    session: int = broker.step(opened, 0).effects[0].result.session  # type: ignore[attr-defined]
-    broker.step(ev.RegisterModel(number, session, number, name_of(number), None, {}, False, answers), 0)
-    return session

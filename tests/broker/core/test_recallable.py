@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
+from benchmarks.load import core
 from tests.support.calls import lines_of
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
-from membrokerd.core import policy
 from membrokerd.core.denied import Denied, Reason
-from membrokerd.core.machine import Broker
 from membrokerd.core.names import ModelName
 
-GRANULE = 2 << 20
 MODELS = 16
 
 
-class Crowd:
+class Crowd(core.Core):
     """A tenant with many sessions that answer recalls of all its models, and have a page of each: the memory is full.
 
     Beside it stands a session of another tenant that has nothing.
@@ -26,35 +25,18 @@ class Crowd:
 
     def __init__(self, sessions: int) -> None:
         self.pages = sessions * MODELS
-        capacities = {"device": self.pages * GRANULE}
-        rules = policy.Rules(granularity=GRANULE, capacities=capacities, max_sessions=sessions + 1)
-        self.broker, self.now, self.lines, self._last = Broker(rules, epoch=1), 0, Counter[str](), 0
-        names = [ModelName("many", f"m{number}") for number in range(MODELS)]
-        self.pairs = [(session, name) for session in self._opened("many", sessions) for name in names]
-        (self.other,), self.name = self._opened("other", 1), ModelName("other", "m")
-        for session, name in [*self.pairs, (self.other, self.name)]:
-            call = self.call()
-            self.step(ev.RegisterModel(call, session, call, name, None, {}, False, name != self.name))
-        self.extents: dict[tuple[int, ModelName], int] = {}
-        for session, name in self.pairs:
-            call = self.call()
-            debited = self.broker.step(ev.Allocate(call, session, call, name, "device", GRANULE, 1), 0).facts[0]
-            self.extents[session, name] = debited.first  # type: ignore[union-attr]
-            self.step(ev.Made(session, call, 0))
-            self.step(ev.Acknowledge(session, call, 0))
-
-    def _opened(self, tenant: str, count: int) -> list[int]:
-        opened = [ev.OpenSession(self.call(), tenant, 0, 0, f"{tenant} {number}", False, "") for number in range(count)]
-        return [self.step(one)[0].result.session for one in opened]
-
-    def call(self) -> int:
-        """Return a number for the next call."""
-        self._last += 1
-        return self._last
-
-    def step(self, event: ev.Event) -> list[Any]:
-        """Return the effects of a step, of which no line is counted."""
-        return self.broker.step(event, self.now).effects
+        super().__init__(self.pages, max_sessions=sessions + 1)
+        self.lines, self.calls = Counter[str](), itertools.count(1 << 40)
+        self.extents: dict[tuple[int, ModelName], tuple[int, ...]] = {}
+        for _ in range(sessions):
+            session, first = self.open("many", "m0", answers=True)
+            for number in range(MODELS):
+                name, call = ModelName("many", f"m{number}"), next(self.calls)
+                if name != first:
+                    self.step(ev.RegisterModel(call, session, call, name, None, {}, False, True))
+                self.extents[session, name] = self.allocate(session, name)
+        self.pairs = list(self.extents)
+        self.other = self.open("other", "m")
 
     def counted(self, event: ev.Event) -> list[Any]:
         """Return the effects of a step, whose lines are counted."""
@@ -64,15 +46,16 @@ class Crowd:
 
     def want(self, pages: int) -> list[fx.SendRecall]:
         """Return what is asked for when the other tenant wants some pages, and waits for them."""
-        call = self.call()
-        wanted = ev.Allocate(call, self.other, call, self.name, "device", GRANULE, pages, 10**10)
+        session, name = self.other
+        call = next(self.calls)
+        wanted = ev.Allocate(call, session, call, name, "device", core.GRANULE, pages, 10**10)
         return [one for one in self.counted(wanted) if isinstance(one, fx.SendRecall)]
 
 
 def _refusal(sessions: int) -> Counter[str]:
     crowd = Crowd(sessions)
-    (session, name), call = crowd.pairs[0], crowd.call()
-    crowd.counted(ev.Allocate(call, session, call, name, "device", GRANULE, crowd.pages))
+    (session, name), call = crowd.pairs[0], next(crowd.calls)
+    crowd.counted(ev.Allocate(call, session, call, name, "device", core.GRANULE, crowd.pages))
     (answer,) = crowd.counted(ev.InputsDrained(call))
     assert isinstance(answer.result, Denied)
     assert answer.result.reason is Reason.CAPACITY
@@ -108,8 +91,8 @@ def test_one_answer_costs_the_same_beside_many_open_recalls() -> None:
     for sessions in (4, 32):
         crowd, asked = _recalled(sessions)
         crowd.lines.clear()
-        first, second, call = asked[0], asked[1], crowd.call()
-        crowd.counted(ev.Release(call, first.session, call, (crowd.extents[first.session, first.name],)))
+        first, second, call = asked[0], asked[1], next(crowd.calls)
+        crowd.counted(ev.Release(call, first.session, call, crowd.extents[first.session, first.name]))
         crowd.counted(ev.AnswerRecall(second.session, second.recall, second.size))
         crowd.counted(ev.ConnectionLost(crowd.pairs[-1][0]))
         lines.append(crowd.lines.copy())
@@ -142,7 +125,7 @@ def test_many_sessions_are_asked_in_portions() -> None:
 def test_a_limit_is_recalled_in_portions() -> None:
     """An operator takes half of its memory from a tenant with a page in each of 600 parts: three steps ask for it."""
     crowd = Crowd(64)
-    limit = ev.SetQuota(crowd.call(), "many", None, "device", 424 * GRANULE)
+    limit = ev.SetQuota(next(crowd.calls), "many", None, "device", 424 * core.GRANULE)
     asked, portions = crowd.step(limit), []
     while crowd.broker.deadline == 0:
         portions.append(sum(isinstance(one, fx.SendRecall) for one in asked))
