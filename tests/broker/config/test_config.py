@@ -134,20 +134,14 @@ def test_the_command_line_wins_and_is_named_when_it_is_wrong(tmp_path: Path) -> 
         ('device = "host-0"', "device: write a GPU's number from 0 or its UUID"),
         ('keeper_socket = "/k\\u0000"', "keeper_socket: a path has no NUL in it"),
         ('keeper_socket = "/run/{gpu}/s"', "keeper_socket: only {device} and {index} may stand in braces"),
-        ("settle_seconds = 86401", "settle_seconds: should be less than or equal to 86400, not 86401"),
         ("audit_seconds = 0", "audit_seconds: should be greater than or equal to 0.01, not 0"),
         ('model_grace_seconds = "60"', "model_grace_seconds: should be a valid number, not '60'"),
-        ('[tenants.a]\nlend_unused = "no"', "tenants.a.lend_unused: should be true or false, not 'no'"),
         ('idle_sleep = "at-once"', "idle_sleep: should be 'when-wanted' or 'always', not 'at-once'"),
-        ("[tenants.a]\nweight = 1001", "tenants.a.weight: should be less than or equal to 1000, not 1001"),
-        ("max_models_per_tenant = 2.0", "max_models_per_tenant: should be a valid integer, not 2.0"),
         ('runtime_directory = "run"', "runtime_directory: write an absolute path"),
         ("metrics.port = 65536", "metrics.port: should be less than or equal to 65535, not 65536"),
-        ('metrics.address = ""', "metrics.address: should have at least 1 character"),
         ("[tenant.acme]", "tenant: is not a known key; did you mean 'tenants'?"),
         ("zzz = 1", "zzz: is not a known key; known are audit_seconds, capacity,"),
         ("tenants = 1", "tenants: is a table of tables: write [tenants.NAME]"),
-        ("tenants.acme = 1", "tenants.acme: is a table: write [tenants.acme]"),
         ("[tenants.Acme]", "tenants.Acme: a tenant's name is [a-z0-9] and then at most 62 of [a-z0-9-]"),
         ('[tenants."../up"]', 'tenants."../up": a tenant\'s name is [a-z0-9] and then at most 62 of [a-z0-9-]'),
         ("[tenants.a]\nuids = [1, true]", "tenants.a.uids: write a list of user ids"),
@@ -218,20 +212,13 @@ def test_all_mistakes_are_shown_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_bad_bound_is_not_blamed_on_what_it_bounds(tmp_path: Path) -> None:
-    (found,) = problems(tmp_path, 'host_capacity = "3MiB"\n[tenants.a]\nhost_limit = "2MiB"')
-    assert found.startswith("host_capacity")
-
-
 @pytest.mark.parametrize(
     ("line", "meant"),
     [
         ("capacity = 8GiB", '; write capacity = "8GiB"'),
         ("capacity = 8 GiB  # all of it", '; write capacity = "8 GiB"'),
-        ("driver = host", '; write driver = "host"'),
         ("record = True", "; write record = true"),
         ("device = 1", ""),  # a second time
-        ("capacity = = 3", ""),
         ("capacity =", ""),
     ],
 )

@@ -57,21 +57,6 @@ def test_any_quotas_are_read_again(path: Path, examples: int) -> None:
     again()
 
 
-def test_people_can_read_it(path: Path) -> None:
-    """In the words of membrokerd.toml, sorted, with sizes as one writes them."""
-    write(path, dict(reversed(QUOTAS.items())))
-    text = path.read_text()
-    head, _, body = text.partition("\n\n")
-    assert all(line.startswith("# ") for line in head.splitlines())
-    assert "membroker quota set" in head
-    assert body == (
-        '[tenants.acme]\nlimit = "32GiB"\nhost_limit = 0\nhost_guarantee = 0\n\n'
-        '[tenants.acme.models."llama-7b.q4"]\nlimit = "1536MiB"\nguarantee = "1GiB"\nweight = 2\nhost_weight = 0\n\n'
-        "[tenants.acme.models.m_1]\nhost_limit = 12345\n\n"
-        "[tenants.uid-1000.models.m1]\nguarantee = 9223372036854775807\n"
-    )
-
-
 def test_the_configuration_has_the_same_keys(path: Path) -> None:
     """What was commanded for a while can be copied into the configuration as it stands."""
     write(path, {key: limit for key, limit in QUOTAS.items() if key[0] == "acme" and key[1] != "m_1"})
@@ -83,19 +68,15 @@ def test_the_configuration_has_the_same_keys(path: Path) -> None:
 
 WRONG = {
     "no TOML": ("[tenants", "is not TOML"),
-    "no text": (b"\xff\xfe", "is not TOML"),
     "lists in each other": ("x = " + "[" * 10_000, "is not TOML"),
     "another key": ("limit = 5", "limit: is not a known key"),
     "a misspelt key": ('[tenants.acme]\nlimits = "1GiB"', "tenants.acme.limits: is not a known key; did you mean"),
-    "a key of the configuration": ("[tenants.acme]\nuids = [5]", "tenants.acme.uids: is not a known key"),
     "no table": (b"tenants = 5", "tenants: is a table of tables: write [tenants.NAME]"),
     "a tenant's name": ('[tenants."Acme/x"]', 'tenants."Acme/x": a tenant\'s name is [a-z0-9] and then at most'),
     "a model's name": ('[tenants.acme.models."../m"]', 'tenants.acme.models."../m": a model\'s name is'),
     "a dot that makes two": ("[tenants.acme.models.m.1]\nlimit = 5", "tenants.acme.models.m.1: is not a known key"),
     "a size": ('[tenants.acme]\nlimit = "8 apples"', "tenants.acme.limit: cannot read '8 apples' as a size"),
-    "less than nothing": ("[tenants.acme.models.m]\nhost_limit = -1", "tenants.acme.models.m.host_limit: a size must"),
     "too much": ("[tenants.acme]\nlimit = 9223372036854775808", "tenants.acme.limit: a size must be between"),
-    "a weight as a size": ('[tenants.acme]\nweight = "1GiB"', "tenants.acme.weight: should be a valid integer"),
     "too much weight": ("[tenants.acme]\nhost_weight = 1001", "tenants.acme.host_weight: should be less than"),
 }
 

@@ -12,7 +12,7 @@ from membrokerd.config.config import Config, TenantConfig
 from membrokerd.core.ledger import Ledger
 from membrokerd.core.policy import Rules, limit_of
 from membrokerd.device import plan as device
-from membrokerd.device.plan import MAX_MODELS_OF_USERS, DeviceError, Plan, _share, changed_rules, plan
+from membrokerd.device.plan import MAX_MODELS_OF_USERS, Plan, _share, changed_rules, plan
 
 
 @pytest.mark.parametrize(("sessions", "tenants"), [(31, 2), (155, 2), (155, 10), (1024, 50)])
@@ -32,43 +32,6 @@ def test_where_each_user_is_a_tenant_all_models_together_are_bounded() -> None:
     assert changed_rules(rules, Config()).max_models == MAX_MODELS_OF_USERS
     assert changed_rules(rules, Config(max_models_per_tenant=10_000)).max_models == 10_000
     assert changed_rules(rules, Config(tenants={"red": TenantConfig()})).max_models is None
-
-
-@pytest.mark.parametrize(
-    ("keys", "extents", "size"),
-    [
-        ({}, 0, 0),
-        ({"stock": 64 * MIB, "stock_extents": 8}, 8, 64 * MIB),
-        ({"stock": 0, "stock_extents": 8}, 0, 0),
-    ],
-    ids=str,
-)
-def test_the_host_twin_keeps_a_stock_only_where_one_is_configured(
-    keys: dict[str, Any], extents: int, size: int, tmp_path: Any
-) -> None:
-    found = plan(Config(runtime_directory=tmp_path, driver="host", **keys))
-    try:
-        rules = found.rules(Config(runtime_directory=tmp_path), anchor=0, max_sessions=4, max_segment_extents=4)
-        assert (rules.stock_extents, rules.stock_bytes) == (found.stock_extents, found.stock_bytes) == (extents, size)
-    finally:
-        found.driver.close()
-
-
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"gate_reserve": 64 * MIB}, "a gate_reserve of 64.0 MiB is more than the headroom of 0 B"),
-        (
-            {"host_driver_total": 64 * MIB, "headroom": 128 * MIB},
-            "the device has 64.0 MiB, and headroom and anchor take",
-        ),
-    ],
-    ids=str,
-)
-def test_a_twin_that_could_lend_nothing_does_not_start(keys: dict[str, Any], said: str, tmp_path: Any) -> None:
-    """With `driver = "auto"` only the machine shows that the figures are the host driver's."""
-    with pytest.raises(DeviceError, match=said):
-        plan(Config(runtime_directory=tmp_path, driver="host", **keys))
 
 
 @pytest.mark.parametrize(("driver", "fell_back"), [("auto", True), ("host", False)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +13,7 @@ from membrokerd.core import facts as ft
 from membrokerd.core.ledger import Ledger
 from membrokerd.core.names import Location, ModelName
 from membrokerd.core.snapshot import MOST_MODELS, HolderView, each_holder
-from membrokerd.device.suspects import SeenProcess, ancestors_of, command_of, compare
+from membrokerd.device.suspects import SeenProcess, ancestors_of, compare
 
 MODEL = ModelName("t", "m")
 
@@ -100,13 +99,6 @@ def test_a_process_with_thousands_of_models_is_named_with_some() -> None:
     joined = [fact for name in names for fact in (ft.ModelBegan(name, None, {}), ft.ModelJoined(name, 1))]
     (only,) = compare([(11, MIB)], {}, Books(*session(1, 11), *joined).holders())
     assert only.models == (MODEL, *names[: MOST_MODELS - 1])
-
-
-def test_a_command_is_the_kernels_word_and_nothing_where_nobody_is() -> None:
-    assert command_of(os.getpid())
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        ended.wait()
-    assert command_of(ended.pid) == ""
 
 
 # --- guests ---

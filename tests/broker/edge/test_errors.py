@@ -129,31 +129,17 @@ SENTENCES: list[tuple[Reason, dict[str, int | str], list[str]]] = [
         [f"the model {MODEL} may hold 4.0 GiB", "holds 2050.0 MiB: 2.0 GiB more does not fit, only 2046.0 MiB does$"],
     ),
     (
-        Reason.DEVICE_FULL,
-        {**MADE, "device_free_bytes": 6 * MIB, "available_bytes": 2 * MIB, "reserve_bytes": 4 * MIB},
-        ["not have enough free device memory (6.0 MiB, of which 4.0 MiB must stay free): a process"],
-    ),
-    (
         Reason.CAPACITY,
         {**LEVEL, **SHARE, "waited_ms": 1_500, "recalled_bytes": 6 * MIB},
         ["; its share is 20.0 MiB, 12.0 MiB more than it has, ", "a recall of 6.0 MiB", "waited 1.5 s at the broker$"],
     ),
-    (Reason.CAPACITY, {**LEVEL, **SHARE, "obtainable_bytes": 0}, ["; its share is 20.0 MiB, and it has that much$"]),
     # An existing segment can be attached. A deleted one cannot, and deleting it again does not help: wait. A segment
     # "is writing" nothing: its writer is.
     (Reason.SEGMENT_EXISTS, {**EXISTS, "state": "writing"}, ["attach it, publish its next", "is being written: "]),
     (Reason.SEGMENT_EXISTS, {**EXISTS, "state": "ending"}, ["wait until its memory is free, and try again", "!attach"]),
-    (Reason.TOO_MANY_SESSIONS, {"limit": 16, "of": "process"}, ["connect once"]),
-    (Reason.TOO_MANY_SESSIONS, {"limit": 64, "of": "tenant"}, ["!connect once"]),  # others have opened them
     # A name in any model is shown, and neither the wire's wildcard nor a generation.
     (Reason.SEGMENT_NOT_FOUND, {"segment": SEGMENT}, [f"there is no segment {SEGMENT}; it may be"]),
     (Reason.SEGMENT_NOT_FOUND, {"segment": ANY_MODELS}, ["no segment weights in any model of tenants/red; it may be"]),
-    (Reason.SEGMENT_NOT_FOUND, {"segment": 7}, ["holds no segment of the generation 7"]),
-    (
-        Reason.SEGMENT_AMBIGUOUS,
-        {"segment": ANY_MODELS, "models": "llama-7b, qwen"},
-        ["as in llama-7b/weights or qwen/weights$"],
-    ),
     # A worker restarts with another size and finds the model with the old numbers, for a minute.
     (Reason.MODEL_CONFLICT, {**CONFLICT, "asked": 8 * GIB + 1, "registered": 8 * GIB}, ["8.0 GiB, not 8589934593 B"]),
 ]
