@@ -3,11 +3,12 @@
 A line has one command, or several with `; ` between them. What followed is indented: of each command the effects, the
 facts (+), then how many requests wait and until when the core wants to be called (~), if that has changed; and at
 the end of a block and of its set-up the books (=), if they have changed; of a set-up that lends nothing they are not
-shown. Nor is a fact that says what the command and the effects have said: that what is made was lent, that what is
-released is credited, that who has detached holds it no more (`facts=all` shows them). A line that begins with `given`
-is set-up: commands that must not be refused, of which only the books are shown. Sizes are in MiB, ids count from the
-epoch's first (#1; 2#1 in the second), times are seconds. Where no location stands it is the device, and a fact without
-a time is of now. With MEMBROKER_REWRITE=1 the test writes the outcomes into the files.
+shown. Nor is what the command has said: that it did what it says, where that is certain at once (a request for memory
+may wait, and a seal takes time), or that what is made was lent, what is released credited, and what is detached not
+held any more. `shown=all` shows all of that. A line that begins with `given` is set-up: commands that must not be
+refused, of which only the books are shown. Sizes are in MiB, ids count from the epoch's first (#1; 2#1 in the second),
+times are seconds. Where no location stands it is the device, and a fact without a time is of now. With
+MEMBROKER_REWRITE=1 the test writes the outcomes into the files.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Script:
         """How many requests wait, and the core's deadline, as they were told last."""
         self.others = "at once"
         """When the others are heard before a request is refused for want of room; `later`: by the script's word."""
-        self.facts_shown = "new"
-        """Which facts of a step are shown: those that nothing else says, or `all`."""
+        self.shown = "new"
+        """What is shown of a step: what nothing else says, or `all`."""
 
     # --- commands: each is named by the first word of its line ---
 
@@ -117,9 +118,9 @@ class Script:
         unlent=tenant,tenant.
         For segments: segment_extent= (MiB), segments= of a tenant, segment_extents= of all.
         For the stock: stock_extents= and stock= (MiB). others=later: `heard` says when the others were heard.
-        facts=all: all facts are shown.
+        shown=all: all answers and facts are shown.
         """
-        self.facts_shown = options.pop("facts", "new")
+        self.shown = options.pop("shown", "new")
         self.others = options.pop("others", "at once")
         capacities: dict[Location, int] = {
             "device": mib(options.pop("device", "64")),
@@ -395,6 +396,7 @@ class Script:
         """Take one step and hold it to what every step must keep."""
         before = self.books(self.broker.ledger)
         waiting = {one.event.call for one in self.broker.waiting.waiters()}
+        good = self.good_answer(event)
         step = self.broker.step(event, self.now)
         if self.others == "at once" and step.effects and isinstance(step.effects[0], fx.DrainInputs):
             step = self.broker.step(ev.InputsDrained(step.effects[0].call), self.now)
@@ -430,7 +432,12 @@ class Script:
             assert not step.facts, "a refusal changed something"
             assert self.books(self.broker.ledger) == before, "a refusal changed the ledger"
         row: Any = self.broker.ledger.sessions.get(getattr(event, "session", 0))
-        match event, answers.get(getattr(event, "call", -1)):
+        mine = answers.get(getattr(event, "call", -1))
+        if mine is None and good is not None:
+            assert isinstance(event, ev.Declare), "it is not answered at once"
+            heard_later = any(isinstance(one, fx.DrainInputs) for one in step.effects)
+            assert heard_later or event in [one.event for one in waiters], "it is neither answered nor waits"
+        match event, mine:
             case ev.Release(), fx.Released():
                 assert row.extents.keys().isdisjoint(event.ids), "what is released is not credited"
             case ev.Declare(), fx.Declared(size):
@@ -465,8 +472,29 @@ class Script:
         for row in self.broker.ledger.segments.values():
             busy = row.holders or self.broker.lending.making_segment(row.writer, row.segment)
             assert row.state not in ("ending", "retired") or busy, f"segment {row.segment} ends when nobody holds it"
-        shown = [one for one in step.facts if self.facts_shown == "all" or not is_said(one, event, step.effects)]
-        return [*in_lines("", map(self.effect, step.effects)), *in_lines("+ ", map(self.plain, shown))]
+        effects, facts = step.effects, step.facts
+        if self.shown != "all":
+            if mine == good or isinstance(mine, fx.SessionOpened):
+                effects = [one for one in effects if not isinstance(one, fx.Answer) or one.result is not mine]
+            facts = [one for one in facts if not is_said(one, event, step.effects)]
+        return [*in_lines("", map(self.effect, effects)), *in_lines("+ ", map(self.plain, facts))]
+
+    def good_answer(self, event: ev.Event) -> fx.Result | None:
+        """Return the answer of a request that has done what it says; None if there are several."""
+        match event:
+            case ev.ResumeSession(session=session) if row := self.broker.ledger.sessions.get(session):
+                return fx.SessionResumed(session, row.tenant, row.observer)
+            case ev.RegisterModel(name=name):
+                return fx.Registered(name)
+            case ev.Declare(declared_bytes=size):
+                return fx.Declared(size)
+            case ev.Release(session=session, ids=ids) if row := self.broker.ledger.sessions.get(session):
+                return fx.Released(sum(row.extents[extent].extent_bytes for extent in ids if extent in row.extents))
+            case ev.DetachSegment():
+                return fx.Detached()
+            case ev.UnregisterModel() | ev.SetDraining() | ev.SetQuota() | ev.Goodbye() | ev.ForgetSession():
+                return fx.Done()
+        return None
 
     def name(self, opened: fx.Answer) -> None:
         name = self.calls[opened.call].removeprefix("open ")
