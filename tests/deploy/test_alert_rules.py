@@ -161,10 +161,6 @@ MembrokerDescriptorsNearLimit:
   membroker_build_info{version="1"} = 1x20
   fires 12m gpu_uuid=
   silent 5m 9m 17m
-MembrokerDescriptorsNearLimit: another program's
-  process_open_fds = 99x20
-  process_max_fds = 100x20
-  silent 15m
 MembrokerLogLinesDropped:
   membroker_log_lines_dropped_total = 0x5 9x30
   fires 6m
@@ -186,9 +182,6 @@ MembrokerRestarts:
   membroker_build_info{version="1"} = 1x40
   fires 9m gpu_uuid=
   silent 5m 7m 30m
-MembrokerRestarts: another program's
-  process_start_time_seconds = 0+1x30
-  silent 20m
 """
 """Of each alert and story: series over the minutes, when it fires and with which labels, and when it is silent.
 
