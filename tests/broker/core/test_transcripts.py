@@ -469,6 +469,10 @@ class Script:
             case ev.Stocked(made=True), _:
                 is_dropped = any(isinstance(one, fx.DropStock) for one in step.effects)
                 assert step.facts or is_dropped, "what was made ahead is not in the books"
+        ends = isinstance(event, ev.Goodbye | ev.ForgetSession) and fx.Forget(event.session) in step.effects
+        if isinstance(event, ev.ProcessDied) or ends:
+            held = [one.segment for one in self.broker.ledger.segments.values() if event.session in one.holders]
+            assert not held, "it has ended, and holds a segment"
         for row in self.broker.ledger.segments.values():
             busy = row.holders or self.broker.lending.making_segment(row.writer, row.segment)
             assert row.state not in ("ending", "retired") or busy, f"segment {row.segment} ends when nobody holds it"
@@ -681,6 +685,8 @@ def is_said(fact: ft.Fact, event: ev.Event, effects: Sequence[fx.Effect]) -> boo
             return isinstance(event, ev.DeleteSegment)
         case ft.SegmentLeft(segment, session, 1, "detached"):
             return isinstance(event, ev.DetachSegment) and (event.segment, event.session) == (segment, session)
+        case ft.SegmentLeft(session=session, cause="holder died" | "goodbye" | "forgotten"):
+            return isinstance(event, ev.ProcessDied | ev.Goodbye | ev.ForgetSession) and event.session == session
         case ft.SegmentMoved(segment, "last session left"):
             return fx.Drop(segment) in effects
         case ft.SessionEnded(session):
