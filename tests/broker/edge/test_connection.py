@@ -451,16 +451,6 @@ async def test_a_fault_in_a_request_is_told_to_its_sender(lender: Lender, caplog
 
 
 @played_by(play)
-async def test_a_delivery_to_a_closed_connection_is_told(lender: Lender) -> None:
-    await lender.begin(1)
-    lender.connection.close("gone")
-    lender.deliver(1)
-    lender.flush()
-    await asyncio.sleep(0)
-    assert lender.told == [ev.ConnectionLost(SESSION), ev.NotDelivered(SESSION, 1, 0)]
-
-
-@played_by(play)
 async def test_a_long_answer_is_not_kept_for_a_peer_that_does_not_read(lender: Lender) -> None:
     """A thousand sessions that list and never read would cost 64 KiB each. The read is kept, and is done again.
 
