@@ -75,7 +75,7 @@ def test_the_world_is_rich(ended: World) -> None:
         (causes(ft.SegmentLeft), ("detached", "not made", "goodbye", "holder died"), 8),
         (causes(ft.SegmentLeft), ("not held",), 1),
     ]
-    rare = {what: counts[what] for counts, whats, least in enough for what in whats if counts[what] < least}
+    rare = {what: counts[what] for counts, keys, least in enough for what in keys if counts[what] < least}
     assert not rare, f"hardly ever: {rare}"
     assert min(referee.sessions, sharing.attached) >= 200
     assert min(referee.proven // 5, referee.timed_out, referee.guarantees.beside_unlent) >= 10

@@ -132,8 +132,6 @@ def seals(descriptors: list[int]) -> Callable[[Executor, Callable[[Any], None]],
     return lambda executor, done: executor.seal("red", descriptors, done)
 
 
-
-
 def test_a_packet_is_made_in_order_and_nothing_is_kept(driver: Failing) -> None:
     """Descriptors come back, one for each id; once they are closed the device shows every byte free again."""
     before = descriptors()
