@@ -6,9 +6,9 @@ the end of a block and of its set-up the books (=), if they have changed; of a s
 shown. Nor is what the command has said: that it did what it says, where that is certain at once (a request for memory
 may wait, and a seal takes time), or that what is made was lent, what is released credited, and what is detached not
 held any more. `shown=all` shows all of that. A line that begins with `given` is set-up: commands that must not be
-refused, of which only the books are shown. Sizes are in MiB, ids count from the epoch's first (#1; 2#1 in the second),
-times are seconds. Where no location stands it is the device, and a fact without a time is of now. With
-MEMBROKER_REWRITE=1 the test writes the outcomes into the files.
+refused, of which only the books are shown; some do several steps (`join`, `lend`, `write`, `publish`, `hold`). Sizes
+are in MiB, ids count from the epoch's first (#1; 2#1 in the second), times are seconds. Where no location stands it is
+the device, and a fact without a time is of now. With MEMBROKER_REWRITE=1 the test writes the outcomes into the files.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class Script:
         self.processes: dict[str, str] = {}
         self.names: dict[int, str] = {}
         self.calls: dict[int, str] = {}
+        self.parts: dict[tuple[int, int], int] = {}
+        """How many packets a request of a session takes."""
         self.facts: list[ft.Fact] = []
         """What a daemon that begins now would be told."""
         self.waits: tuple[int, int | None] = (0, None)
@@ -239,6 +241,40 @@ class Script:
             self.call(f"open {name}"), tenant, pid, 1000, self.processes[name], bool(observer), "transcript"
         )
 
+    def do_join(self, name: str, model: str, **options: str) -> list[str]:
+        """Open a session and register a model, its request 1. Options are those of `open` and of `register`."""
+        opening = {key: options.pop(key) for key in ("tenant", "process", "observer") if key in options}
+        told = self.play(self.do_open(name, **opening))
+        return [*told, *self.play(self.do_register(name, "1", model, **options))]
+
+    def do_lend(
+        self, name: str, request: str, model: str, count: str, times: str, size: str, **options: str
+    ) -> list[str]:
+        """Allocate, and take what is made."""
+        return self.taken(self.do_allocate(name, request, model, count, times, size, **options))
+
+    def do_write(self, name: str, request: str, segment: str, size: str, **options: str) -> list[str]:
+        """Create a segment, and take what is made."""
+        return self.taken(self.do_create(name, request, segment, size, **options))
+
+    def do_publish(self, name: str, request: str, segment: str, size: str, **options: str) -> list[str]:
+        """Create a segment, and seal it by the next request."""
+        told, label = self.do_write(name, request, segment, size, **options), segment.rpartition("/")[2]
+        told += self.play(self.do_seal(name, str(int(request) + 1), label))
+        return [*told, *self.play(self.do_sealed(label))]
+
+    def do_hold(self, name: str, request: str, segment: str, **options: str) -> list[str]:
+        """Attach, and take what is sent."""
+        return self.taken(self.do_attach(name, request, segment, **options))
+
+    def taken(self, event: Any) -> list[str]:
+        """Play a request whose packets are made and taken at once."""
+        told = self.play(event)
+        for part in range(self.parts[event.session, event.request_id]):
+            told += self.play(ev.Made(event.session, event.request_id, part))
+            told += self.play(ev.Acknowledge(event.session, event.request_id, part))
+        return told
+
     def do_lost(self, name: str) -> ev.Event:
         return ev.ConnectionLost(self.sessions[name])
 
@@ -412,6 +448,8 @@ class Script:
                 assert effect.segment or lent.keys() >= set(effect.ids), "a packet is made of what is not lent"
             if isinstance(effect, fx.Forget):
                 assert effect.session not in self.broker.ledger.sessions, "a session is forgotten that is there"
+            if isinstance(effect, fx.Make | fx.Send):
+                self.parts[effect.session, effect.request_id] = effect.parts
             if isinstance(effect, fx.Make | fx.Send) and effect.segment:
                 holders = self.broker.ledger.segments[effect.segment].holders
                 assert effect.session in holders, "a segment is sent to who does not hold it"
