@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import PlayedBroker, PlayedService, open_sockets, playing
+from tests.support.fake_cuda import build_fake_cuda, run_beside_fake_cuda
 from tests.support.fake_lender import PAGE, Lender
 from tests.support.garbage import collect
 from tests.support.processes import mapped_extents, open_extents, threads_of_library
@@ -60,6 +63,18 @@ def lender() -> Iterator[Lender]:
     assert lender.holdings == set()
     lender.driver.close()
     lender.device.close()  # the kernel gives a user 128 inotify instances, and garbage keeps one for a while
+
+
+@pytest.fixture(scope="session")
+def beside_fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Run a piece of code beside the fake libraries, on a card of its own, and return what it prints."""
+    if os.environ.get("MEMBROKER_REQUIRE_FAKE_CUDA") != "1":
+        pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+        pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    libraries = build_fake_cuda(tmp_path_factory.mktemp("fake_cuda"))
+    if libraries is None:
+        pytest.skip("no C compiler (gcc or cc) to build the fake libcuda with")
+    return partial(run_beside_fake_cuda, libraries)
 
 
 @pytest.fixture

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.fake_cuda import build_fake_cuda, run_beside_fake_cuda
 
 from membroker.errors import MembrokerError
 from membroker.guest import cuda
@@ -16,10 +15,6 @@ from membroker.guest.command import suspender_for
 from membroker.guest.cuda import check_namespace, why_not
 from membroker.guest.settings import Settings
 from membroker.vmm import DriverError
-
-if os.environ.get("MEMBROKER_REQUIRE_FAKE_CUDA") != "1":
-    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
-    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
 
 _STORY = """
 import pytest
@@ -56,11 +51,8 @@ print("done")
 """
 
 
-def test_each_call_by_the_real_bindings(tmp_path: Path) -> None:
-    libraries = build_fake_cuda(tmp_path)
-    if libraries is None:
-        pytest.skip("no C compiler (gcc or cc) to build the fake libcuda with")
-    assert run_beside_fake_cuda(libraries, _STORY).strip().endswith("done")
+def test_each_call_by_the_real_bindings(beside_fake_cuda: Callable[..., str]) -> None:
+    assert beside_fake_cuda(_STORY).strip().endswith("done")
 
 
 def test_a_container_in_which_no_listed_pid_means_anything_is_told(tmp_path: Path) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.support.fake_cuda import build_fake_cuda, run_beside_fake_cuda
 
 from membroker.vmm import Driver, open_driver
 
@@ -39,19 +37,9 @@ Run = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(beside_fake_cuda: Run) -> Run:
     """Run a piece of code beside the fake libraries; it has a worker's `driver`, and `asked()`."""
-    if os.environ.get("MEMBROKER_REQUIRE_FAKE_CUDA") != "1":
-        pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
-        pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
-    libraries = build_fake_cuda(tmp_path_factory.mktemp("fake_cuda"))
-    if libraries is None:
-        pytest.skip("no C compiler (gcc or cc) to build the fake libcuda with")
-
-    def run_code(code: str, **environment: str) -> str:
-        return run_beside_fake_cuda(libraries, _PRELUDE + textwrap.dedent(code), **environment)
-
-    return run_code
+    return lambda code, **environment: beside_fake_cuda(_PRELUDE + textwrap.dedent(code), **environment)
 
 
 @pytest.fixture

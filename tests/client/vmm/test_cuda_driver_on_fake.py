@@ -18,12 +18,6 @@ from pathlib import Path
 import pytest
 from tests.support.fake_cuda import build_fake_cuda, run_beside_fake_cuda
 
-from membroker.testing import CHECKS, TWO_DEVICE_CHECKS
-
-if os.environ.get("MEMBROKER_REQUIRE_FAKE_CUDA") != "1":
-    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
-    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
-
 FAKE_UUID = "66616b65-2d63-7564-612d-636172642d30"
 
 _PRELUDE = """
@@ -53,39 +47,16 @@ Run = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(beside_fake_cuda: Run) -> Run:
     """Run a piece of code beside the fake libraries, on a card of its own, and return what it prints."""
-    libraries = build_fake_cuda(tmp_path_factory.mktemp("fake_cuda"))
-    if libraries is None:
-        pytest.skip("no C compiler (gcc or cc) to build the fake libcuda with")
-
-    def run_code(code: str, **environment: str) -> str:
-        return run_beside_fake_cuda(libraries, _PRELUDE + textwrap.dedent(code), **environment)
-
-    return run_code
+    return lambda code, **environment: beside_fake_cuda(_PRELUDE + textwrap.dedent(code), **environment)
 
 
-@pytest.fixture(scope="module")
-def results(run: Run) -> dict[str, str]:
-    loaded: dict[str, str] = json.loads(run(_RUN_CHECKS.format(devices=[0], checks="CHECKS")))
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def two_device_results(run: Run) -> dict[str, str]:
-    code = _RUN_CHECKS.format(devices=[0, 1], checks="TWO_DEVICE_CHECKS")
-    loaded: dict[str, str] = json.loads(run(code, FAKE_CUDA_DEVICES="2"))
-    return loaded
-
-
-@pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
-def test_a_card_keeps_a_drivers_promises(results: dict[str, str], name: str) -> None:
-    assert results[name] == "", results[name]
-
-
-@pytest.mark.parametrize("name", [check.__name__ for check in TWO_DEVICE_CHECKS])
-def test_two_cards_keep_their_promises(two_device_results: dict[str, str], name: str) -> None:
-    assert two_device_results[name] == "", two_device_results[name]
+@pytest.mark.parametrize(("checks", "devices"), [("CHECKS", [0]), ("TWO_DEVICE_CHECKS", [0, 1])])
+def test_cards_keep_a_drivers_promises(run: Run, checks: str, devices: list[int]) -> None:
+    results = json.loads(run(_RUN_CHECKS.format(devices=devices, checks=checks), FAKE_CUDA_DEVICES="2"))
+    assert results
+    assert not any(results.values()), "\n".join(results.values())
 
 
 def test_a_card_copies_in_its_own_context_whichever_is_current(run: Run) -> None:
@@ -243,14 +214,6 @@ def test_the_card_is_described_and_found_by_its_uuid(run: Run) -> None:
     """)
 
 
-def test_a_slice_of_a_card_has_its_own_uuid_and_its_cards_index(run: Run) -> None:
-    code = f"""
-        info = CudaDriver("MIG-{FAKE_UUID}").device
-        assert (info.uuid, info.index) == ("MIG-{FAKE_UUID}", 3), info
-    """
-    run(code, FAKE_CUDA_MIG="1")
-
-
 def test_extents_are_made_for_rdma_where_the_card_can(run: Run) -> None:
     """`gpuDirectRDMACapable` is decided at creation and never later; host memory is not asked for it."""
     code = """
@@ -273,17 +236,6 @@ def test_a_card_that_cannot_lend_is_refused(run: Run, attribute: str, lack: str)
     run(code, FAKE_CUDA_LACKS=attribute)
 
 
-@pytest.mark.parametrize(("code", "name"), [("100", "CUDA_ERROR_NO_DEVICE"), ("304", "CUDA_ERROR_304")])
-def test_a_driver_that_does_not_start_is_said_with_its_name(run: Run, code: str, name: str) -> None:
-    """Or with its number, where the driver has no name for it."""
-    script = f"""
-        with pytest.raises(DriverUnavailable) as caught:
-            open_driver("cuda")
-        assert (caught.value.call, caught.value.name, caught.value.code) == ("cuInit", "{name}", {code})
-    """
-    run(script, FAKE_CUDA_INIT=code)
-
-
 def test_missing_packages_are_said_with_what_to_install(run: Run) -> None:
     run(r"""
         for name in ("pynvml", "cuda.bindings.driver"):
@@ -292,16 +244,6 @@ def test_missing_packages_are_said_with_what_to_install(run: Run) -> None:
             with pytest.raises(DriverUnavailable, match=r"pip install .membroker\[cuda\]"):
                 CudaDriver()
             del sys.modules[name]
-    """)
-
-
-def test_wsl_is_refused(run: Run) -> None:
-    run("""
-        import io
-        from membroker.vmm.cuda import gpu
-        gpu.open = lambda *a, **k: io.StringIO("Linux version 5.15.167.4-microsoft-standard-WSL2")
-        with pytest.raises(DriverUnavailable, match="WSL"):
-            CudaDriver()
     """)
 
 
@@ -323,40 +265,11 @@ def test_a_construction_that_fails_leaves_no_context_and_no_nvml(run: Run) -> No
     """)
 
 
-UNIFIED = "nvmlDeviceGetMemoryInfo 3\n"
 """As on GB10 and Jetson: NVML_ERROR_NOT_SUPPORTED."""
 
 
-def test_the_figures_of_unified_memory_are_cudas_or_none(run: Run, tmp_path: Path) -> None:
-    """A worker has a context, in which CUDA tells them; a broker has none, and says that it does not know."""
-    (tmp_path / "faults").write_text(UNIFIED)
-    code = """
-        driver = CudaDriver(context=True)
-        handle = driver.create(3 * GRANULE)
-        assert driver.memory(Location.DEVICE) == MemoryInfo(16 << 30, (16 << 30) - 3 * GRANULE)
-        assert CudaDriver().memory(Location.DEVICE) is None
-    """
-    run(code, FAKE_CUDA_FAULTS=str(tmp_path / "faults"))
-
-
-@pytest.mark.parametrize(("driver", "said"), [("auto", "host, as no GPU was usable"), ("cuda", "GB10 and Jetson")])
-def test_a_broker_says_that_it_cannot_lend_unified_memory(run: Run, tmp_path: Path, driver: str, said: str) -> None:
-    """NVML knows the GPU and not its memory: `auto` lends ordinary memory, and `cuda` says why it does not start."""
-    (tmp_path / "faults").write_text(UNIFIED)
-    code = f"""
-        from pathlib import Path
-        from membrokerd.config.config import Config
-        from membrokerd.device.plan import plan
-        try:
-            made = plan(Config(Path("/nowhere"), driver={driver!r}))
-            print(made.driver.device.driver + ", as no GPU was usable" * made.fell_back)
-        except DriverUnavailable as error:
-            print(error)
-    """
-    assert said in run(code, FAKE_CUDA_FAULTS=str(tmp_path / "faults"))
-
-
-def test_a_container_without_nvml_is_told_what_to_set(run: Run, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("run")
+def test_a_container_without_nvml_is_told_what_to_set(tmp_path: Path) -> None:
     """NVIDIA_DRIVER_CAPABILITIES=compute brings libcuda into a container and leaves NVML out."""
     libraries = build_fake_cuda(tmp_path / "fake")
     (libraries / "libnvidia-ml.so.1").unlink()
@@ -411,27 +324,3 @@ def test_a_machine_without_a_driver_gets_a_sentence() -> None:
     code = "from membroker.vmm import open_driver; open_driver('cuda')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "DriverUnavailable: cuInit failed: MISSING (0): there is no NVIDIA driver here" in done.stderr
-
-
-def test_a_pool_without_a_broker(run: Run) -> None:
-    """A library's user on a card: one granule stays exported, nothing else, and compaction moves the very extents."""
-    run("""
-        import membroker
-        def descriptors():
-            return sum("fake-cuda" in os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
-                       if os.path.islink(f"/proc/self/fd/{name}"))
-        with membroker.LocalSource(limit=100 * GRANULE) as source:
-            pool = membroker.VirtualMemoryPool(source, "64GiB", GRANULE)
-            assert descriptors() == 0
-            for page in (1, 2, 5):
-                source.driver.write(pool.allocate(page * GRANULE, GRANULE), b"%d" % page)
-            assert descriptors() == 1
-            moves = pool.compact()
-            assert [(move.old_offset // GRANULE, move.new_offset // GRANULE) for move in moves] == [(1, 0), (5, 2)]
-            read = [source.driver.read(pool.base_address + page * GRANULE, 1) for page in range(3)]
-            assert read == [b"1", b"2", b"5"]
-            assert source.driver.memory(Location.DEVICE).used == 4 * GRANULE
-        assert pool.closed and descriptors() == 0
-        driver = CudaDriver()
-        assert driver.memory(Location.DEVICE).used == 0
-    """)

@@ -20,27 +20,12 @@ from tests.support.host_driver import used
 from tests.support.sizes import MIB
 
 from membroker.errors import AlreadyMapped, ClosedError, InvalidOffset, InvalidRequest, NotMapped
-from membroker.vmm import (
-    AccessFlags,
-    AddressRange,
-    DriverError,
-    Handle,
-    MappedRange,
-    PhysicalMemory,
-    allocation_granularity,
-)
+from membroker.vmm import AccessFlags, AddressRange, DriverError, MappedRange, PhysicalMemory, allocation_granularity
 from membroker.vmm.host.driver import GRANULARITY, HostDriver
 
 PATTERN = b"".join((number * 0x9E3779B1 & 0xFFFFFFFF).to_bytes(4, "little") for number in range(MIB // 4))
 """1 MiB in which no two words are equal: bytes that come from elsewhere show."""
 DENIED = "EACCES|CUDA_ERROR_INVALID_VALUE"
-
-
-@pytest.fixture
-def driver() -> Iterator[HostDriver]:
-    driver = HostDriver()
-    yield driver
-    driver.abandon()
 
 
 @pytest.fixture
@@ -54,10 +39,6 @@ def addresses(driver: HostDriver) -> Iterator[AddressRange]:
 def memory(driver: HostDriver) -> Iterator[PhysicalMemory]:
     with PhysicalMemory.create(driver, GRANULARITY) as memory:
         yield memory
-
-
-def is_reserved(driver: HostDriver, addresses: AddressRange) -> bool:
-    return (addresses.base, addresses.size) in driver._process.addresses.reservations(driver._number)
 
 
 # What they are
@@ -119,40 +100,6 @@ def test_any_order_of_closing_gives_all_back_and_none_too_early(device: Device, 
         driver.release(other)
 
 
-def test_addresses_are_given_back_with_the_last_mapping_in_them(driver: HostDriver, memory: PhysicalMemory) -> None:
-    """Closed addresses take nothing new, keep what is there, and go when it has gone."""
-    addresses = AddressRange(driver, 3 * GRANULARITY)
-    first, second = (MappedRange(addresses, memory, number * GRANULARITY) for number in range(2))
-    addresses.close()
-    assert addresses.closed
-    with pytest.raises(ClosedError, match="VA"):
-        MappedRange(addresses, memory, 2 * GRANULARITY)
-    driver.write(first.address, b"alive")
-    first.close()
-    assert is_reserved(driver, addresses)
-    assert driver.read(second.address, 5) == b"alive"
-    assert addresses.mappings == [second]
-    second.close()
-    assert not is_reserved(driver, addresses)
-
-
-def test_what_was_mapped_past_the_range_keeps_it_open(driver: HostDriver, memory: PhysicalMemory) -> None:
-    """Code that calls the driver itself is not torn from its addresses: the close is refused, and works later."""
-    addresses = AddressRange(driver, 2 * GRANULARITY)
-    driver.map(addresses.base, memory.handle)
-    with pytest.raises(DriverError, check=named("EINVAL")):
-        addresses.close()
-    assert not addresses.closed
-    mapping = MappedRange(addresses, memory, GRANULARITY)
-    addresses.close()
-    with pytest.raises(DriverError):
-        mapping.close()
-    assert mapping.closed
-    assert not addresses.closed
-    driver.unmap(addresses.base, GRANULARITY)
-    addresses.close()
-
-
 def test_memory_may_be_closed_under_its_mapping(driver: HostDriver, addresses: AddressRange) -> None:
     """The usual order of a borrower: map, then drop the handle, and the mapping keeps the bytes."""
     memory = PhysicalMemory.create(driver, GRANULARITY)
@@ -183,15 +130,6 @@ def test_a_mapping_keeps_its_memory_and_its_addresses(driver: HostDriver) -> Non
     del mapping
     collect()
     assert all(reference() is None for reference in kept)
-
-
-def test_what_is_forgotten_is_warned_of(driver: HostDriver) -> None:
-    """Like a file that nobody closed; the collector itself unmaps nothing, whatever thread it runs in."""
-    with pytest.warns(ResourceWarning, match=r"unclosed <PhysicalMemory PhysAlloc"):
-        PhysicalMemory.create(driver, GRANULARITY)
-    assert used(driver) == GRANULARITY
-    with pytest.warns(ResourceWarning, match=r"unclosed <AddressRange VA"):
-        AddressRange(driver, GRANULARITY)
 
 
 def test_two_threads_close_once(driver: HostDriver, addresses: AddressRange, memory: PhysicalMemory) -> None:
@@ -246,22 +184,6 @@ def test_closing_a_mapping_waits_for_work_first(
     monkeypatch.setattr(driver, "unmap", unmap_after)
     mapping.close()
     assert calls == ["synchronize", "unmap"]
-
-
-def test_a_close_that_fails_can_be_repeated(
-    driver: HostDriver, addresses: AddressRange, memory: PhysicalMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> None:
-        raise DriverError("cuCtxSynchronize", "CUDA_ERROR_LAUNCH_TIMEOUT", 702)
-
-    mapping = MappedRange(addresses, memory)
-    with monkeypatch.context() as patch:
-        patch.setattr(driver, "synchronize", fail)
-        with pytest.raises(DriverError, check=named("CUDA_ERROR_LAUNCH_TIMEOUT")):
-            mapping.close()
-    assert not mapping.closed
-    assert addresses.mappings == [mapping]
-    mapping.close()
 
 
 def test_a_forked_childs_objects_are_closed(driver: HostDriver, addresses: AddressRange) -> None:
@@ -390,24 +312,3 @@ def test_a_descriptor_becomes_memory_again(driver: HostDriver) -> None:
             os.close(descriptor)
             assert imported.size == GRANULARITY
     assert used(driver) == 0
-
-
-def test_parts_of_two_kinds_of_driver_do_not_mix(driver: HostDriver, addresses: AddressRange) -> None:
-    """A card's addresses are no addresses of the twin's: said at once, in words, and not by a fault."""
-
-    class Card(HostDriver):
-        def __init__(self) -> None:
-            super().__init__()
-            self._device = type(self._device)("GPU-1", "a card", "cuda", GRANULARITY)
-
-        def map(self, address: int, handle: Handle) -> None:
-            raise AssertionError("the driver was asked")
-
-    card = Card()
-    with PhysicalMemory.create(card, GRANULARITY) as memory, PhysicalMemory.create(driver, GRANULARITY) as ours:
-        with pytest.raises(InvalidRequest, match="host driver, and a cuda driver"):
-            MappedRange(addresses, memory)
-        with MappedRange(addresses, ours) as mapping, pytest.raises(InvalidRequest, match="a cuda driver"):
-            mapping.set_access(AccessFlags.READ, card)
-        assert addresses.mappings == []
-    card.close()

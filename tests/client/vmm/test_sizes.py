@@ -14,13 +14,10 @@ from membroker.vmm.sizes import GIB, MAX_BYTES, MIB, format_exact, format_size, 
     [
         (5, 5),
         ("512", 512),
-        ("512B", 512),
         (" 8 gib ", 8 * GIB),
         ("1.5 GiB", 3 * GIB // 2),
-        ("8Gi", 8 * GIB),
         ("1.5G", 3 * GIB // 2),
         ("25.6k", 25_600),
-        ("1K", 1024),
         (str(MAX_BYTES), MAX_BYTES),
     ],
 )
@@ -43,10 +40,10 @@ def test_what_is_no_size_is_refused_with_a_sentence(text: str | int) -> None:
         parse_size(text)
 
 
-@pytest.mark.parametrize("size", [True, 1.0, None, b"8GiB"])
-def test_other_types_are_refused(size: object) -> None:
-    with pytest.raises(TypeError, match=type(size).__name__):
-        parse_size(size)  # type: ignore[arg-type]
+def test_other_types_are_refused() -> None:
+    for size in (True, 1.0, None, b"8GiB"):
+        with pytest.raises(TypeError, match=type(size).__name__):
+            parse_size(size)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +53,6 @@ def test_other_types_are_refused(size: object) -> None:
         (1024, "1.0 KiB"),
         (1025, "1025 B"),
         (3 * GIB // 2, "1.5 GiB"),
-        (2 * GIB - 2 * MIB, "2046.0 MiB"),
         (-2 * GIB, "-2.0 GiB"),
         (GIB + 512, "1048576.5 KiB"),
         (MAX_BYTES, "9223372036854775807 B"),
@@ -65,7 +61,7 @@ def test_other_types_are_refused(size: object) -> None:
 def test_exact_sizes(size: int, text: str) -> None:
     """`format_size` has one digit after the point, whatever is left out."""
     assert format_exact(size) == text
-    rounded = {1025: "1.0 KiB", 2 * GIB - 2 * MIB: "2.0 GiB", GIB + 512: "1.0 GiB", MAX_BYTES: "8.0 EiB"}
+    rounded = {1025: "1.0 KiB", GIB + 512: "1.0 GiB", MAX_BYTES: "8.0 EiB"}
     assert format_size(size) == rounded.get(size, text)
 
 

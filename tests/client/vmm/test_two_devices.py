@@ -9,19 +9,8 @@ import pytest
 from tests.support.driver_errors import named
 from tests.support.forks import in_a_child
 
-from membroker.errors import InvalidRequest
-from membroker.testing import TWO_DEVICE_CHECKS, MakeDriver, check_two_devices
-from membroker.vmm import (
-    AccessFlags,
-    AddressRange,
-    DriverError,
-    Location,
-    MappedRange,
-    MappingRecord,
-    PhysicalMemory,
-    VirtualMemoryManager,
-    open_driver,
-)
+from membroker.testing import TWO_DEVICE_CHECKS, MakeDriver
+from membroker.vmm import AccessFlags, AddressRange, DriverError, MappedRange, PhysicalMemory, open_driver
 from membroker.vmm.host.driver import GRANULARITY, HostDriver
 
 make_first, make_second = (partial(open_driver, "host", ordinal=ordinal) for ordinal in range(2))
@@ -44,12 +33,6 @@ def second() -> Iterator[HostDriver]:
 @pytest.mark.parametrize("check", TWO_DEVICE_CHECKS, ids=lambda check: check.__name__)
 def test_two_twins_keep_their_promises(check: Callable[[MakeDriver, MakeDriver], None]) -> None:
     check(make_first, make_second)
-
-
-def test_one_device_is_not_taken_for_two() -> None:
-    """The suite says so where it is given the same device twice: its other checks would prove nothing."""
-    with pytest.raises(AssertionError, match="are one device"):
-        check_two_devices(make_first, make_first)
 
 
 def test_closing_waits_for_every_device_that_was_granted_access(
@@ -95,24 +78,6 @@ def test_abandoning_one_leaves_the_others_addresses(first: HostDriver, second: H
     with pytest.raises(DriverError, check=named("EINVAL")):
         second.unreserve(gone, GRANULARITY)
     assert second.read(kept, 5) == b"alive"
-
-
-def test_a_manager_of_two_devices(first: HostDriver, second: HostDriver) -> None:
-    with VirtualMemoryManager(first, second) as manager:
-        va = manager.reserve(2 * GRANULARITY, GRANULARITY)
-        near, far = (manager.alloc_physical(GRANULARITY, ordinal) for ordinal in range(2))
-        assert far.device_ordinal == 1
-        for number, phys in enumerate((near, far)):
-            manager.map(va, phys, number * GRANULARITY)
-        manager.set_access(va, 1, AccessFlags.READ_WRITE)
-        second.write(va.base, bytes(2 * GRANULARITY))
-        assert {record.access for record in manager.mappings(va)} == {AccessFlags.NONE}
-        assert manager.mappings(va, device_ordinal=1)[1] == MappingRecord(
-            GRANULARITY, GRANULARITY, far.handle.value, AccessFlags.READ_WRITE
-        )
-        with pytest.raises(InvalidRequest, match="only 0, 1"):
-            manager.mappings(va, device_ordinal=2)
-    assert [twin.memory(Location.DEVICE).used for twin in (first, second)] == [0, 0]
 
 
 def test_a_child_begins_with_addresses_of_its_own(first: HostDriver) -> None:

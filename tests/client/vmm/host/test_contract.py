@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from tests.support.driver_errors import named
 from tests.support.host_driver import copies, lent, make_host, mapped, used
 
 from membroker.testing import CHECKS, MakeDriver, check_driver, wait_until
-from membroker.vmm import DriverError, DriverOutOfMemory, Handle, Location
+from membroker.vmm import DriverError, Handle, Location
 from membroker.vmm.host.driver import GRANULARITY, HostDriver
 from membroker.vmm.host.watch import ExtentWatch
 from membroker.vmm.sizes import round_up
@@ -73,17 +72,6 @@ def test_check_driver_runs_the_whole_suite_and_stops_at_a_broken_promise() -> No
 
     with pytest.raises(AssertionError, match=r"not refused: create\(0\)"):
         check_driver(Generous)
-
-
-def test_locations_have_totals_of_their_own() -> None:
-    driver = HostDriver(total_bytes=4 * GRANULARITY, host_bytes=2 * GRANULARITY)
-    driver.create(2 * GRANULARITY, Location.HOST)
-    assert driver.memory(Location.HOST).free == 0
-    assert driver.memory(Location.DEVICE).free == 4 * GRANULARITY
-    with pytest.raises(DriverOutOfMemory) as caught:
-        driver.create(GRANULARITY, Location.HOST)
-    assert (caught.value.name, caught.value.code) == ("ENOMEM", errno.ENOMEM)
-    driver.close()
 
 
 # The truth about memory

@@ -6,19 +6,17 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 from tests.support.driver_errors import named
-from tests.support.garbage import collect, without_collections
-from tests.support.host_driver import mapped, used
+from tests.support.host_driver import used
 from tests.support.interrupts import interrupted_at
 from tests.support.processes import EXTENT, descriptors, descriptors_limited
 
-from membroker.vmm import AccessFlags, DriverError, DriverLimit, Location, open_driver
+from membroker.vmm import AccessFlags, DriverError, DriverLimit
 from membroker.vmm import libc as _libc
 from membroker.vmm.host.driver import GRANULARITY, HostDriver
 from membroker.vmm.mappings import MARGIN, mapping_count
@@ -123,14 +121,6 @@ def test_a_view_is_as_weak_as_its_weakest_mapping(driver: HostDriver) -> None:
 # Failures undo themselves, and limits have names
 
 
-def test_access_is_set_on_whole_mappings_only(driver: HostDriver) -> None:
-    address, _handle = mapped(driver, 2 * GRANULARITY)
-    for place, size in ((address, GRANULARITY), (address + GRANULARITY, GRANULARITY), (address, 0)):
-        with pytest.raises(DriverError, check=named("EINVAL")):
-            driver.set_access(place, size, AccessFlags.NONE)
-    driver.write(address, b"still writable")
-
-
 def test_access_that_fails_half_way_is_as_before(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     address = two_extents(driver, 2)
     real = _libc.mprotect
@@ -148,21 +138,6 @@ def test_access_that_fails_half_way_is_as_before(driver: HostDriver, monkeypatch
         driver.read(address, 1)
     lines = Path("/proc/self/maps").read_text().splitlines()
     assert "---s" in next(line for line in lines if line.startswith(f"{address:x}-"))
-
-
-def test_a_read_only_descriptor_fails_at_set_access_and_unmaps_cleanly(driver: HostDriver) -> None:
-    """A descriptor that was opened again for reading only can be mapped, and never written through."""
-    descriptor = driver.export(driver.create(GRANULARITY))
-    read_only = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
-    handle, address = driver.import_extent(read_only, GRANULARITY), driver.reserve(GRANULARITY)
-    driver.map(address, handle)
-    with pytest.raises(DriverError, check=named("EACCES")):
-        driver.set_access(address, GRANULARITY, AccessFlags.READ_WRITE)
-    driver.set_access(address, GRANULARITY, AccessFlags.READ)
-    driver.unmap(address, GRANULARITY)
-    driver.unreserve(address, GRANULARITY)
-    for each in (descriptor, read_only):
-        os.close(each)
 
 
 @pytest.mark.parametrize(
@@ -198,15 +173,6 @@ def test_too_few_descriptors_is_a_limit_with_a_name(driver: HostDriver) -> None:
             with pytest.raises(DriverLimit, match="RLIMIT_NOFILE"):
                 call()
     assert used(driver) == GRANULARITY
-
-
-def test_a_table_that_cannot_be_made_leaves_no_inotify_instance(driver: HostDriver) -> None:
-    """One descriptor is left, and a driver needs two before its first extent."""
-    before, lowest = descriptors(), os.dup(0)
-    os.close(lowest)
-    with without_collections(), descriptors_limited(lowest + 1), pytest.raises(DriverLimit, check=named("EMFILE")):
-        driver.survivors()
-    assert descriptors() == before
 
 
 def test_too_many_mappings_is_a_limit_with_a_name_and_a_way_back(driver: HostDriver) -> None:
@@ -253,27 +219,6 @@ def test_a_move_is_undone_where_no_mapping_may_be_made_any_more(
     driver.unreserve(address, 8 * GRANULARITY)
 
 
-@pytest.mark.parametrize("need", [HostDriver.survivors, lambda driver: driver.create(GRANULARITY)])
-def test_the_inotify_instance_is_made_when_it_is_needed(need: Callable[[HostDriver], object]) -> None:
-    """A worker that only imports takes none of its user's 128 instances."""
-
-    def instances() -> int:
-        return sum(link == "anon_inode:inotify" for link in links().values())
-
-    collect()  # of what earlier tests have left, too
-    before = instances()
-    driver = HostDriver(survivors={})
-    assert used(driver) == 0
-    assert instances() == before
-    need(driver)
-    survivors = driver.survivors()
-    driver.create(GRANULARITY)
-    assert driver.survivors() == survivors
-    assert instances() == before + 1
-    driver.close()
-    assert instances() == before
-
-
 # Opening
 
 
@@ -298,15 +243,3 @@ def test_ctrl_c_leaves_no_handle_without_a_descriptor(driver: HostDriver, how: s
         if EXTENT in link and lost not in known:
             os.close(lost)
     assert point > 20
-
-
-def test_open_driver_knows_two_kinds() -> None:
-    with pytest.raises(ValueError, match="rocm"):
-        open_driver("rocm")
-    with pytest.raises(TypeError, match="total_bytes"):
-        open_driver("cuda", total_bytes=1)
-    with pytest.raises(TypeError, match="watches"):
-        open_driver("cuda", survivors={"watches": 0})
-    driver = open_driver("host", total_bytes=GRANULARITY, stranger_bytes=0)
-    assert driver.memory(Location.DEVICE) is not None
-    driver.close()

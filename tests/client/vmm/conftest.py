@@ -1,4 +1,4 @@
-"""Fixtures that the tests of this folder share."""
+"""A driver of the test's own."""
 
 from __future__ import annotations
 
