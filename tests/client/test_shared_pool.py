@@ -5,26 +5,17 @@ The lender is this process. What differs over a broker is in `tests/system/libra
 
 from __future__ import annotations
 
-import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, until
+from tests.support.daemons import until
 from tests.support.fake_lender import PAGE, FlakyDriver
 from tests.support.garbage import collect
 from tests.support.sizes import GIB, MIB
-from tests.support.threads import together
 
 from membroker import LocalSource, SharedMemoryPool
-from membroker.errors import (
-    ModelAlreadyExists,
-    ModelInUse,
-    ModelNotFound,
-    OutOfMemory,
-)
+from membroker.errors import ModelAlreadyExists, ModelInUse, ModelNotFound, OutOfMemory
 from membroker.types import GlobalMemoryStats
 
 
@@ -143,68 +134,4 @@ class TestModels:
             shared.unregister_model("gpt2")
         assert shared.global_stats() == before
         shared.unregister_model("gpt2")
-        assert source.physical_usage_bytes == 0
-
-    def test_a_forked_child_waits_for_nobody(self) -> None:
-        """A thread of the parent is in the midst of a call at the fork: the child is told, and does not hang."""
-        script = """
-import os, signal, sys, threading, membroker
-source = membroker.LocalSource("host")
-shared = membroker.SharedMemoryPool(source, page_size="2MiB")
-shared.register_model("m", "4MiB")
-with shared._lock, source._lock:  # as another thread would
-    child = os.fork()
-    if not child:
-        signal.alarm(120)
-        for call in (lambda: shared.allocate_for_model("m", 1), lambda: shared.register_model("n", "2MiB"),
-                     lambda: shared.unregister_model("m"), lambda: shared.get_model_stats("m"),
-                     lambda: membroker.VirtualMemoryPool(source, "2MiB", "2MiB")):
-            try:
-                call()
-            except membroker.ClosedError as error:
-                assert "process" in str(error), error
-            else:
-                sys.exit(1)
-        shared.global_stats()
-        shared.close()
-        source.close()
-        os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-shared.allocate_for_model("m", 1)
-"""
-        command = [sys.executable, "-X", "dev", "-c", script]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
-        assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_models_of_many_threads(source: LocalSource, driver: FlakyDriver) -> None:
-    """Each thread registers its own model, works in it, and unregisters it; one name is wanted by all of them."""
-    won: list[int] = []
-    with SharedMemoryPool(source, 12 * PAGE, PAGE) as shared:
-
-        def host(number: int) -> None:
-            choose = random.Random(number)
-            try:
-                shared.register_model("wanted", PAGE)
-                won.append(number)
-            except ModelAlreadyExists:
-                pass
-            name = f"model-{number}"
-            shared.register_model(name, 64 * PAGE)
-            base = shared.pool(name).base_address
-            for _ in range(20):
-                try:
-                    address = shared.allocate_for_model(name, choose.randint(1, 3) * PAGE)
-                except OutOfMemory:
-                    continue
-                driver.write(address, b"%08d" % number)
-                assert shared.global_stats().physical_usage_bytes <= 12 * PAGE
-                assert driver.read(address, 8) == b"%08d" % number
-                if choose.random() < 0.7:
-                    shared.deallocate_for_model(name, address - base, 1)
-            shared.unregister_model(name)
-
-        together([partial(host, number) for number in range(6)])
-        assert len(won) == 1
-        assert shared.global_stats() == GlobalMemoryStats(12 * PAGE, 0, 1)
         assert source.physical_usage_bytes == 0

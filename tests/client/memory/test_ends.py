@@ -1,6 +1,9 @@
-"""Ends that fail, of a source in this process: nothing is forgotten, and nothing is left."""
+"""Ends that fail or come amid a call, of a source in this process: nothing is forgotten, and nothing is left."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 from tests.support.daemons import until
@@ -10,10 +13,12 @@ from tests.support.host_driver import used
 from tests.support.sizes import MIB
 from tests.support.threads import together
 
-from membroker import LocalSource, VirtualMemoryPool
-from membroker.errors import ClosedError, DeviceFailure
+from membroker import VirtualMemoryPool
+from membroker.errors import ClosedError, DeviceFailure, ProtocolError
 from membroker.memory.buffer import Buffer
-from membroker.memory.local_source import PACKET
+from membroker.memory.lifetime import MappedMemory, Placing
+from membroker.memory.local_source import PACKET, LocalSource
+from membroker.vmm.host.driver import HostDriver
 
 
 @pytest.mark.parametrize(
@@ -76,3 +81,29 @@ def test_a_source_that_could_not_end_all_is_closed_again(driver: FlakyDriver, ca
     until(lambda: used(driver) in (0, PAGE))  # the next one's end may have taken it along
     source.close()
     until(lambda: used(driver) == 0)
+
+
+def test_more_extents_than_were_requested_are_refused(driver: HostDriver) -> None:
+    """A broker with a bug delivers another one: nothing of that packet is mapped."""
+    memory = MappedMemory(LocalSource(driver), driver, 2 * PAGE, "buffer")
+    with pytest.raises(ProtocolError):
+        Placing(memory, [0, PAGE]).place([1, 2, 3], [-1, -1, -1], PAGE)
+    assert not memory.region.extents
+    memory.end()
+
+
+@pytest.mark.parametrize("take", [MappedMemory.view, MappedMemory.span])
+def test_memory_that_ends_while_a_view_is_made_has_none(driver: HostDriver, take: Callable[..., object]) -> None:
+    """Another thread closes it after the first look. The second look has the lock."""
+    memory = MappedMemory(LocalSource(driver), driver, PAGE, "buffer")
+    lock = memory._lock
+
+    @contextmanager
+    def closed_before() -> Iterator[None]:
+        memory._lock = lock
+        memory.end()
+        yield
+
+    memory._lock = closed_before()
+    with pytest.raises(ClosedError):
+        take(memory, memory, 0, PAGE)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.support.fake_lender import PAGE, Lender
@@ -61,18 +59,3 @@ def test_it_keeps_nothing_of_the_program(lender: Lender) -> None:
         view = make()
         assert not [one for one in gc.get_objects() if isinstance(one, Large)]
         del view
-
-
-def test_a_view_that_no_line_made(lender: Lender) -> None:
-    """The first function of a thread is the library's; below it is the interpreter's own."""
-    views: list[memoryview] = []
-    with Buffer(lender, 100) as buffer:
-        thread = threading.Thread(target=lambda: views.append(buffer.view()))
-        thread.start()
-        thread.join()
-        assert "1 view (view() at test_holders.py" in repr(buffer)
-        views.clear()
-        with ThreadPoolExecutor(1) as pool:
-            views.append(pool.submit(buffer.view).result())
-        assert "1 view (view() at thread.py:" in repr(buffer)
-        views.clear()

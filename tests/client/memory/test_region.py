@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import pytest
 from tests.support.fake_lender import PAGE
 
-from membroker.errors import ClosedError, ProtocolError
+from membroker.errors import ClosedError
 from membroker.memory.buffer import Buffer
-from membroker.memory.lifetime import MappedMemory, Placing
+from membroker.memory.lifetime import MappedMemory
 from membroker.memory.local_source import LocalSource
 from membroker.memory.region import Region
 from membroker.vmm.driver import DriverError, Handle, Location
@@ -44,15 +44,6 @@ def clear(region: Region) -> None:
         region.forget(region.offsets(offset, size))
     region.close()
     region.close()
-
-
-def test_more_extents_than_were_requested_are_refused(driver: HostDriver) -> None:
-    """A broker with a bug delivers another one: nothing of that packet is mapped."""
-    memory = MappedMemory(LocalSource(driver), driver, 2 * PAGE, "buffer")
-    with pytest.raises(ProtocolError):
-        Placing(memory, [0, PAGE]).place([1, 2, 3], [-1, -1, -1], PAGE)
-    assert not memory.region.extents
-    memory.end()
 
 
 def test_memory_that_has_no_spare_pages_is_asked_for_some(driver: HostDriver) -> None:

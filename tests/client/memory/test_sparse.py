@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -42,21 +41,12 @@ def state(table: SparseArray, lender: Lender) -> tuple[object, ...]:
 
 
 class TestTiles:
-    def test_a_new_array(self, table: SparseArray, lender: Lender) -> None:
-        """An embedding table for every id there may ever be costs nothing until one is seen."""
-        assert (table.shape, table.dtype, table.size) == ((COUNT, 256), "F32", COUNT * ROW)
-        assert (table.tile_rows, table.tile_size, table.tile_count) == (ROWS, PAGE, 10)
-        assert (table.tiles(), table.physical_usage_bytes, lender.used_bytes) == ([], 0, 0)
-        assert "F32 [20475, 256], 0 B backed" in repr(table)
-
     @pytest.mark.parametrize(
         ("shape", "dtype", "rows", "size"),
         [
             ((100,), "U8", PAGE, PAGE),
-            ((1_000_000, 4096), "BF16", 256, PAGE),
             ((1_000_000, 320), "F32", 8192, 5 * PAGE),
             ((1000, 16, 8, 128, 64), "F8_E4M3", 2, PAGE),
-            ((1000, 3, PAGE), "I8", 1, 3 * PAGE),
             ((10, PAGE // 8 + 1), "C64", 2**18, 2**18 * (PAGE + 8)),
         ],
     )
@@ -86,25 +76,9 @@ class TestTiles:
         assert table.read(0, ROWS // 2) == row(0, ROWS // 2)
         assert lender.used_bytes == 5 * PAGE
 
-    def test_the_array_is_one_range_of_addresses(self, table: SparseArray, lender: Lender) -> None:
-        """A kernel finds row r of any tile where it would in a dense array."""
-        table.write(2 * ROWS - 1, row(1) + row(2))
-        assert lender.driver.read(table.address + (2 * ROWS - 1) * ROW, 2 * ROW) == row(1) + row(2)
-        span = table.span((2 * ROWS - 1) * ROW, 2 * ROW)
-        assert (span.address, span.size) == (table.address + (2 * ROWS - 1) * ROW, 2 * ROW)
-        del span
-
-    def test_the_last_tile(self, table: SparseArray, lender: Lender) -> None:
-        """It is charged whole, and has the rows that there are."""
-        table.write(COUNT - 1, row(7))
-        assert (table.tiles(), lender.lent_bytes) == ([9], PAGE)
-        for first, count in ((COUNT - 1, 2), (COUNT, 1)):
-            with pytest.raises(InvalidOffset):
-                table.read(first, count)
-        assert table.read(COUNT - 2, 2) == row(0) + row(7)
-
     def test_back_and_drop(self, table: SparseArray, lender: Lender) -> None:
         """Blocks of a cache are taken for a request and given back after it; what comes again is fresh."""
+        assert (table.tiles(), table.physical_usage_bytes, lender.used_bytes) == ([], 0, 0)
         table.back(4, 1, 4)
         assert table.tiles() == [1, 4]
         table.write(ROWS, row(1))
@@ -148,22 +122,6 @@ class TestAbsent:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("data", [None, [1, 2], "text", 5, memoryview(bytes(4 * ROW))[::2]])
-    def test_bytes_that_are_none(self, table: SparseArray, data: Any) -> None:
-        with pytest.raises(InvalidRequest):
-            table.write(0, data)
-
-    def test_the_first_of_many_absent_tiles_is_enough(self, lender: Lender) -> None:
-        """Somebody reads a whole table of terabytes: he is told of tile 0, and no list of the others is made."""
-        with SparseArray(lender, (1 << 42, 4), "U8") as huge:
-            tracemalloc.start()
-            try:
-                with pytest.raises(NotMapped, match="tile 0 "):
-                    huge.read(0, 1 << 42)
-                assert tracemalloc.get_traced_memory()[1] < 1 << 20
-            finally:
-                tracemalloc.stop()
-
     @pytest.mark.parametrize(
         "shape",
         [(), 5, None, "12", (0,), (4, 0), (-1,), (4, -4), (1.0,), (True,), (2**63,), (2**62, 2**62), (1,) * 33, {3: 4}],
@@ -191,26 +149,24 @@ class TestRefused:
                 SparseArray(lender, (10,), "F32", **{word: "moon"})
         assert lender.holdings == set()
 
-    @pytest.mark.parametrize(
-        ("first", "count"),
-        [
-            *((-1, 1), (COUNT, 1), (0, 0), (0, -1), (0, COUNT + 1), (1, COUNT), (2**63, 1), (1, 2**63 - 1)),
-            *((True, 1), (0, True), (0.0, 1), ("0", 1)),
-        ],
-    )
-    def test_rows_that_there_are_not(self, table: SparseArray, lender: Lender, first: Any, count: Any) -> None:
+    def test_rows_that_there_are_not(self, table: SparseArray, lender: Lender) -> None:
         table.write(0, row(1))
         before = state(table, lender)
-        with pytest.raises(InvalidOffset):
-            table.read(first, count)
-        if count == 1 and count is not True:
+        for first in (-1, COUNT, 2**63, True, 0.0, "0"):
+            for call in (table.read, lambda at: table.write(at, row(2))):
+                with pytest.raises(InvalidOffset):
+                    call(first)  # type: ignore[operator]
+        for first, count in ((0, 0), (0, -1), (0, COUNT + 1), (1, COUNT), (1, 2**63 - 1), (0, True)):
             with pytest.raises(InvalidOffset):
-                table.write(first, row(2))
+                table.read(first, count)
         assert state(table, lender) == before
 
     def test_data_that_is_no_whole_rows(self, table: SparseArray, lender: Lender) -> None:
-        """A width that does not match is told before anything is borrowed or written."""
+        """A width that does not match is told before anything is borrowed or written, and so is what has no bytes."""
         before = state(table, lender)
+        for none in (None, [1, 2], "text", 5, memoryview(bytes(4 * ROW))[::2]):
+            with pytest.raises(InvalidRequest):
+                table.write(0, none)  # type: ignore[arg-type]
         for data in (b"", b"x", row(1)[:-1], row(1) + b"x"):
             with pytest.raises(InvalidRequest, match=" 1024 "):
                 table.write(0, data)
@@ -234,26 +190,19 @@ class TestRefused:
                 call(tile)
         assert state(table, lender) == before
 
-    @pytest.mark.parametrize(
-        ("offset", "size"), [(-1, 1), (1, -1), (COUNT * ROW, 1), (0, COUNT * ROW + 1), (2**63 - 1, 2**63 - 1), (0.0, 1)]
-    )
-    def test_spans_that_do_not_lie_in_it(self, table: SparseArray, offset: int, size: int) -> None:
+    def test_spans_that_do_not_lie_in_it(self, table: SparseArray) -> None:
         table.back(0, 9)
-        with pytest.raises(InvalidRequest):
-            table.span(offset, size)
+        for offset, size in ((-1, 1), (1, -1), (COUNT * ROW, 1), (0, COUNT * ROW + 1), (2**63 - 1, 2**63 - 1)):
+            with pytest.raises(InvalidRequest):
+                table.span(offset, size)
 
-    def test_dropping_what_is_absent(self, table: SparseArray, lender: Lender) -> None:
-        table.back(1, 2)
-        before = state(table, lender)
-        with pytest.raises(NotMapped, match="tile 3"):
-            table.drop(1, 3)
-        assert state(table, lender) == before
-
-    def test_dropping_what_is_used(self, table: SparseArray, lender: Lender) -> None:
+    def test_dropping_what_is_absent_or_used(self, table: SparseArray, lender: Lender) -> None:
         """A kernel computes on a tile: it stays, and with it those that were to go in the same call."""
         table.back(1, 2, 3)
         span = table.span(2 * PAGE + 5, PAGE - 4)
         before = state(table, lender)
+        with pytest.raises(NotMapped, match="tile 4"):
+            table.drop(1, 4)
         for tiles in ((2,), (3,), (1, 2, 3)):
             with pytest.raises(BufferError):
                 table.drop(*tiles)
@@ -378,16 +327,9 @@ class TestNumpy:
                     table[index]
         assert (table.tiles(), lender.lent_bytes) == ([], 0)
 
-    def test_going_through_all_rows(self, lender: Lender) -> None:
-        """A loop over the array ends at its end."""
-        with SparseArray(lender, (3, 256), "F32", absent="zero") as array:
-            array[1] = 1
-            assert [one[0] for one in array] == [0, 1, 0]
-
-    @pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3"])
-    def test_dtypes_beyond_numpys(self, lender: Lender, dtype: str) -> None:
+    def test_dtypes_beyond_numpys(self, lender: Lender) -> None:
         """Values are cast to what the array has, by ml_dtypes."""
-        with SparseArray(lender, (4096, 8, 1024), dtype) as cache:
+        with SparseArray(lender, (4096, 8, 1024), "BF16") as cache:
             cache[9] = 1.25
             assert cache[9].astype("float32").sum() == 1.25 * 8 * 1024
-            assert cache[9].dtype.name == {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}[dtype]
+            assert cache[9].dtype.name == "bfloat16"
