@@ -92,28 +92,6 @@ def test_pages_are_there_before_they_are_wanted(lender: Lender) -> None:
     until(lambda: threads() == 0)
 
 
-def test_a_run_that_is_ready_goes_before_a_lower_one_that_is_not(lender: Lender) -> None:
-    """A hole that is lower would need a call."""
-    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=2) as pool:
-        first = pool.allocate_anywhere(8 * PAGE)
-        until(lambda: spare(pool) == 2)
-        pool.free(first)  # more pages than it keeps
-        assert pool.allocate_anywhere(PAGE) == first + 8 * PAGE
-
-
-def test_freed_pages_are_kept_as_far_as_they_are_wanted(lender: Lender) -> None:
-    """They need no call to be allocated again."""
-    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=2) as pool:
-        pool.allocate(0, 4 * PAGE)
-        until(lambda: spare(pool) == 2)
-        pool.allocate(4 * PAGE, 2 * PAGE)
-        until(lambda: spare(pool) == 2)
-        pool.trim()
-        pool.free(0, 2 * PAGE)
-        assert pool.is_mapped(4 * PAGE, 2 * PAGE)
-        assert spare(pool) == 2
-
-
 def looks_again(pool: VirtualMemoryPool) -> None:
     """Wait until the thread has begun to look three times more, so that it has ended two looks."""
     ahead = pool._ahead
@@ -147,18 +125,6 @@ def a_hole(pool: VirtualMemoryPool) -> list[Move]:
     for page in (4, 10):
         pool.allocate(page * PAGE, 2 * PAGE)
     return [Move(4 * PAGE, 0, 2 * PAGE), Move(10 * PAGE, 2 * PAGE, 2 * PAGE)]
-
-
-def test_a_compaction_lets_it_rest(lender: Lender, looks_often: None) -> None:
-    """It borrows at the lowest free addresses, into which runs are to move."""
-    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
-        moves = a_hole(pool)
-        until(lambda: spare(pool) == 4)
-        assert pool.compact(dry_run=True) == moves
-        assert pool.compact(on_move=lambda _: looks_again(pool)) == moves
-        assert lender.lent_bytes == 4 * PAGE
-        assert pool.allocate_anywhere(PAGE) == pool.base_address + 4 * PAGE
-        until(lambda: spare(pool) == 4)
 
 
 def test_a_compaction_waits_for_pages_that_are_on_their_way(lender: Lender, asked_ahead: Held) -> None:
@@ -260,15 +226,7 @@ def test_a_call_that_is_refused_takes_what_is_on_its_way(lender: Lender) -> None
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        lambda pool: pool.allocate(0, PAGE),
-        lambda pool: pool.allocate_ranges([(0, PAGE)]),
-        lambda pool: pool.allocate_anywhere(PAGE),
-        lambda pool: pool.grow(PAGE),
-        lambda pool: pool.prepare(PAGE),
-    ],
-    ids=["allocate", "allocate_ranges", "allocate_anywhere", "grow", "prepare"],
+    "call", [lambda pool: pool.allocate_ranges([(0, PAGE)]), lambda pool: pool.allocate_anywhere(PAGE)]
 )
 @pytest.mark.parametrize("lends", [True, False])
 def test_a_call_waits_for_pages_that_are_on_their_way(
@@ -286,16 +244,6 @@ def test_a_call_waits_for_pages_that_are_on_their_way(
         call(pool)
         assert asked_ahead.waited.is_set()
         assert pool.stats().mapped_pages >= 1
-
-
-def test_pages_that_are_asked_for_are_not_borrowed_again_at_once(lender: Lender) -> None:
-    """Others need the memory."""
-    with a_pool(lender) as pool:
-        assert pool._ahead is not None
-        pool._holding.give_spare(PAGE, lambda _: False)
-        assert not pool._ahead._pause
-        pool._holding.give_spare(3 * PAGE, lambda _: True)
-        assert pool._ahead._pause
 
 
 def test_auto_follows_the_busiest_moment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,16 +280,6 @@ def test_what_is_too_many_goes_back(lender: Lender, looks_often: None) -> None:
         pool._ahead._taken = 0
         until(lambda: spare(pool) == 1)
         lender.driver.before_synchronize = lambda: None
-
-
-def test_only_what_was_prepared_and_not_taken_is_spared(lender: Lender) -> None:
-    """A page that was taken and came back is like any other."""
-    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=32, ahead=1) as pool:
-        pool.prepare(16 * PAGE)
-        assert pool.grow(4 * PAGE) == pool.base_address
-        pool.free(0, 4 * PAGE)
-        pool._backing._give_surplus(64)
-        assert [(row.offset, row.size) for row in pool.mappings()] == [(4 * PAGE, 12 * PAGE)]
 
 
 def test_a_pool_that_is_garbage_ends(lender: Lender) -> None:

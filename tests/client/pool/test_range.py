@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 import weakref
 from collections.abc import Callable
@@ -41,11 +40,9 @@ class TestFacts:
     ) -> None:
         made = way(pool)
         number = made.address
-        assert type(number) is int
-        same = [made + 0, copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))]
+        same = [made.address, made + 0, copy.deepcopy(made), pickle.loads(pickle.dumps(made))]
         assert [(type(one), one) for one in same] == [(int, number)] * 4
-        assert f"{made} {made:#x} {made}" == f"{number} {number:#x} {number}"
-        assert (json.dumps(made), {number: 1}[made]) == (str(number), 1)
+        assert (f"{made} {made:#x}", {number: 1}[made]) == (f"{number} {number:#x}", 1)
 
     @pytest.mark.parametrize("by_the_pool", [False, True])
     def test_it_is_freed_once(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -15,16 +15,7 @@ from tests.support.fake_lender import PAGE, Lender
 
 from membroker import interrupts
 from membroker.arguments import Progress
-from membroker.errors import (
-    ClosedError,
-    CompactionFailed,
-    DescriptorLimit,
-    DeviceFailure,
-    MembrokerError,
-    OutOfMemory,
-    OutOfVirtualMemory,
-    SessionLost,
-)
+from membroker.errors import ClosedError, DeviceFailure, OutOfMemory
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm.driver import DriverError
 
@@ -129,39 +120,6 @@ def test_too_little_memory_to_restore(
     assert lender.declared_bytes == 0
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OutOfVirtualMemory(2, 1),
-        CompactionFailed("after 0 moves", []),
-        DescriptorLimit("none is left"),
-        SessionLost("forgotten", "TOKEN_REJECTED"),
-    ],
-)
-def test_progress_raises_what_the_library_raises(pool: VirtualMemoryPool, error: MembrokerError) -> None:
-    """It used another pool meanwhile, and that failed: its error comes out as it is, with the numbers of this."""
-    pool.allocate(0, 12 * PAGE)
-
-    def fail(done: int, total: int) -> None:
-        raise error
-
-    for call, done in ((pool.offload, "offloaded"), (pool.restore, "restored")):
-        error.args, error.metadata = ("it failed",), {}
-        with pytest.raises(type(error), match=rf"^it failed; .* {done}") as failed:
-            call(progress=fail)
-        assert failed.value is error
-        assert int(error.metadata[f"{done}_bytes"]) > 0
-        pool.offload()
-
-
-def test_progress_is_told_all_of_it(pool: VirtualMemoryPool) -> None:
-    pool.allocate(0, 5 * PAGE)
-    for call in (pool.offload, pool.restore):
-        told: list[tuple[int, int]] = []
-        call(progress=lambda *numbers, told=told: told.append(numbers))
-        assert told == [(2 * PAGE, 5 * PAGE), (4 * PAGE, 5 * PAGE), (5 * PAGE, 5 * PAGE)]
-
-
 def test_interrupted_while_pinned_memory_is_freed(
     pool: VirtualMemoryPool, lender: Lender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,37 +165,6 @@ def test_pinned_memory_that_cannot_be_freed(lender: Lender, monkeypatch: pytest.
         pool.trim()
         assert lender.declared_bytes == pinned_bytes(lender) == 0
     pool.close()
-
-
-def test_memory_comes_free_as_it_goes(pool: VirtualMemoryPool, lender: Lender) -> None:
-    """Another model waits for room: it gets some before the last page is copied."""
-    pool.allocate(0, 12 * PAGE)
-    lent: list[int] = []
-    pool.offload(progress=lambda *_: lent.append(lender.used_bytes // PAGE))
-    assert lent == [10, 8, 6, 4, 2, 0]
-
-
-def test_interrupted_while_it_gives_back_what_was_in_vain(
-    pool: VirtualMemoryPool, lender: Lender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The device fails, several chunks are on their way, and Ctrl-C strikes at the first one given back."""
-    allocate_numbered(pool)
-    pool.offload()
-    give_back = lender.give_back
-
-    def interrupted(extent_ids: Sequence[int]) -> None:
-        monkeypatch.setattr(lender, "give_back", give_back)
-        give_back(extent_ids)
-        raise KeyboardInterrupt
-
-    with copies_fail(lender, at=range(2, 99)):
-        monkeypatch.setattr(lender, "give_back", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            pool.restore()
-    assert sizes(pool) == (2, 10)
-    assert lender.lent_bytes == lender.used_bytes == 2 * PAGE
-    assert pool.restore() == 10 * PAGE
-    check_numbers(pool)
 
 
 def test_a_lost_device_keeps_no_host_memory(pool: VirtualMemoryPool, lender: Lender) -> None:

@@ -9,14 +9,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from tests.client.pool.offload.pages import PAGES, digest, fill, pinned_bytes, sizes
 from tests.support.fake_lender import PAGE, Lender
 from tests.support.garbage import collect
 from tests.support.seeds import chosen_seed
-from tests.support.sizes import MIB
 
 from membroker.dlpack import export
 from membroker.errors import ClosedError, DeviceFailure, InvalidRequest, NotMapped, Offloaded
@@ -49,14 +47,6 @@ class TestThereAndBack:
         assert lender.declared_bytes == pinned_bytes(lender) == 0
         assert pool.offload(0, 7 * PAGE) == pool.restore() == 7 * PAGE
         assert digest(pool, *offsets) == before
-
-    def test_a_pool_of_pages_larger_than_a_chunk(self, lender: Lender, random_bytes: Callable[[int], bytes]) -> None:
-        with VirtualMemoryPool(lender, "64MiB", "16MiB") as pool:
-            pool.allocate(0, "48MiB")
-            fill(pool, 0, random_bytes(48 * MIB))
-            before = digest(pool, 0, 16 * MIB, 32 * MIB)
-            assert pool.offload() == pool.restore() == 48 * MIB
-            assert digest(pool, 0, 16 * MIB, 32 * MIB) == before
 
     def test_blocks_that_are_neighbours(
         self,
@@ -237,29 +227,11 @@ def test_the_host_has_no_memory_to_pin(
     assert lender.declared_bytes == pinned_bytes(lender) == 0
 
 
-def test_a_pool_of_the_hosts_memory(lender: Lender) -> None:
-    with VirtualMemoryPool(lender, PAGES * PAGE, PAGE, location="host") as pool:
-        pool.allocate(0, PAGE)
-        with pytest.raises(InvalidRequest):
-            pool.offload()
-
-
 @pytest.mark.parametrize(("offset", "size"), [(-1, 1), (PAGES * PAGE, None), (0, PAGES * PAGE + 1), (0, 0)])
 def test_ranges_outside(pool: VirtualMemoryPool, offset: int, size: int | None) -> None:
     for call in (pool.offload, pool.restore):
         with pytest.raises(InvalidRequest):
             call(offset, size)
-
-
-@pytest.mark.parametrize("words", [{"progress": True}, {"to": "llama/kv"}])
-def test_words_that_are_none(pool: VirtualMemoryPool, words: dict[str, Any]) -> None:
-    """As other libraries take them: a bar that is to be shown, a segment by its name. Nothing is copied."""
-    pool.allocate(0, 4 * PAGE)
-    with pytest.raises(InvalidRequest):
-        pool.offload(**words)
-    assert sizes(pool) == (4, 0)
-    with pytest.raises(InvalidRequest):
-        pool.restore_from("llama/kv")
 
 
 def test_another_call_is_at_a_page(pool: VirtualMemoryPool, lender: Lender) -> None:
