@@ -22,17 +22,14 @@ Pair = tuple[Connection, PlayedEnd]
 
 
 class Taker:
-    """A placement that notes what it took; `fails_at` extent it raises."""
+    """A placement that notes what it took."""
 
-    def __init__(self, fails_at: int | None = None, failure: BaseException | None = None) -> None:
+    def __init__(self) -> None:
         self.taken: list[int] = []
         self.undone = 0
-        self._fails_at, self._failure = fails_at, failure
 
     def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
         assert [os.fstat(descriptor) for descriptor in descriptors]
-        if self._failure is not None and self._fails_at in extent_ids:
-            raise self._failure
         self.taken += extent_ids
 
     def undo(self) -> None:

@@ -12,17 +12,11 @@ from tests.client.session.taking import Begun, Pair, Slow, Taker, allocate, atta
 from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import Caller
 
-from membroker.errors import (
-    BrokerUnavailable,
-    ClosedError,
-    MembrokerError,
-    ProtocolError,
-)
+from membroker.errors import BrokerUnavailable, ClosedError, MembrokerError, ProtocolError
 from membroker.session.inventory import HeldResources, Inventory, Kind
 from membroker.session.machine import releases
 from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
-from membroker.wire import frames as handoff
 from membroker.wire import names
 
 
@@ -40,33 +34,8 @@ class TestDeliveries:
         assert (call.error(), call.taker.taken, call.taker.undone) == (None, [0, 1, 2, 3, 4, 5], 0)
         assert pair[1].hears_nothing()
 
-    def test_mapping_fails(self, pair: Pair) -> None:
-        """The second packet cannot be mapped: the third is closed unused, and all is let go of at the answer."""
-        broker, call = pair[1], Begun(pair, allocate(6), Taker(3, RuntimeError("no more mappings")))
-        for part in range(3):
-            assert call.deliver(2 * part, 2 * part + 1, part=part).ack.part == part
-        assert call.taker.undone == 1
-        assert broker.hears_nothing(), "let go before the broker has said that the call is over"
-        broker.reply(call.id, allocate=granted(6))
-        release = broker.hear("release").release
-        assert (list(release.extent_ids), release.no_reply) == ([*range(6)], True)
-        assert isinstance(call.error(), RuntimeError)
-
 
 class TestInterrupted:
-    def test_while_mapping(self, pair: Pair) -> None:
-        """What came is unmapped, and the connection ends, since the broker's books are ahead."""
-        connection, broker = pair
-        call = Begun(pair, taker=Taker(1, KeyboardInterrupt()))
-        call.deliver(0)
-        broker.deliver(call.id, 1, part=1)
-        assert isinstance(call.error(), KeyboardInterrupt)
-        assert (call.taker.undone, connection.calls.is_lost, connection.calls.is_interrupted) == (1, True, True)
-        connection.wait_until_idle()
-        assert broker.hear_any().WhichOneof("kind") == "ack"
-        with pytest.raises(handoff.EndOfConnection):
-            broker.hear_any()
-
     def test_after_its_answer(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         """The extents are in the inventory already, and the caller never gets them: no resume may state them."""
         inventory = pair[0].calls.inventory
@@ -135,13 +104,6 @@ class TestThreads:
             connection.call(allocate(), Taker())
         with pytest.raises(BrokerUnavailable):
             connection.tell(releases([1]))
-
-    def test_the_broker_said_so(self, pair: Pair) -> None:
-        connection, broker = pair
-        connection.heard_stopping()
-        broker.end.close()
-        with pytest.raises(BrokerUnavailable, match="it had said that it stops"):
-            connection.call(allocate(), Taker())
 
     @pytest.mark.parametrize("garbage", [b"\xff\xff", b"\x08\x01", b"x" * (names.MAX_FRAME_BYTES + 1)])
     def test_garbage(self, pair: Pair, garbage: bytes) -> None:

@@ -105,21 +105,6 @@ def test_a_segment_fails_after_deliveries(pair: Pair, start: Callable[..., Any])
     assert broker.hears_nothing()
 
 
-def test_refused_while_another_call_waits_for_long(pair: Pair, start: Callable[..., Any]) -> None:
-    """One thread attaches a segment that is written for a day yet; others are refused at once."""
-    connection, broker = pair
-    waiting, waiting_id, finish_waiting = start(Taker(), attach())
-    until(lambda: connection._reader is not None)
-    for _ in range(20):
-        caller, _, finish = start(Taker())
-        finish(OutOfMemory("refused"), 0)
-        assert isinstance(caller.end().error, OutOfMemory)
-    broker.deliver(waiting_id, 1, segment=77)
-    broker.hear("ack")
-    finish_waiting(resources_pb2.Segment(generation=77, extents=1), 1)
-    assert waiting.end().error is None
-
-
 @pytest.mark.parametrize("refused_first", [True, False])
 def test_fails_after_deliveries(pair: Pair, start: Callable[..., Any], refused_first: bool) -> None:
     """The answer is an error; what was delivered before it is released, however late it is read."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import select
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +14,7 @@ from tests.support.daemons import until
 from tests.support.fake_broker import Caller
 
 from membroker.cancellation import CancelScope
-from membroker.errors import Cancelled, OutOfMemory
-from membroker.session.connection import Connection
+from membroker.errors import Cancelled
 from membroker.session.machine import releases
 from membroker.v1 import handoff_pb2 as pb
 
@@ -21,16 +22,6 @@ from membroker.v1 import handoff_pb2 as pb
 @pytest.fixture
 def options() -> dict[str, Any]:
     return {"revision": 3}
-
-
-def call_in(scope: CancelScope, connection: Connection) -> Caller:
-    """Make a call in a scope, in a thread of its own."""
-
-    def call() -> object:
-        with scope:
-            return connection.call(allocate(), Taker())
-
-    return Caller(call)
 
 
 def test_a_call_that_begins_late(pair: Pair) -> None:
@@ -50,21 +41,12 @@ def test_a_call_that_begins_late(pair: Pair) -> None:
     assert call.error() is None
 
 
-def test_a_refusal_comes_first(pair: Pair) -> None:
-    """The call had its answer before it was cancelled: it ends with that."""
-    call = Begun(pair, scope=(scope := CancelScope()))
-    pair[1].refuse(call.id, "CAPACITY")
-    assert isinstance(call.error(), OutOfMemory)
-    scope.cancel()
-    assert pair[1].hears_nothing()
-
-
 def test_the_socket_has_no_room(pair: Pair) -> None:
     """The broker reads nothing for a moment: `cancel` returns at once all the same, and is heard later."""
     connection, broker = pair
     call = Begun(pair, scope=(scope := CancelScope()))
     stuffing = Caller(lambda: [connection.tell(releases([number])) for number in range(4000)])
-    until(lambda: _is_full(connection))
+    until(lambda: not select.select([], [connection._socket], [], 0)[1])
     scope.cancel()
     heard = broker.hear_any()
     while heard.WhichOneof("kind") == "release":
@@ -77,18 +59,17 @@ def test_the_socket_has_no_room(pair: Pair) -> None:
             broker.hear_any()
 
 
-def _is_full(connection: Connection) -> bool:
-    import select
-
-    return not select.select([], [connection._socket], [], 0)[1]
-
-
 def test_any_thread_may_cancel_at_any_moment(pair: Pair) -> None:
     """Whatever crosses what, the call ends, and what it does not return is released."""
     connection, broker = pair
+
+    def call(scope: CancelScope) -> None:
+        with scope:
+            connection.call(allocate(), Taker())
+
     for number in range(200):
-        caller = call_in(scope := CancelScope(), connection)
-        canceller = threading.Thread(target=scope.cancel)
+        scope = CancelScope()
+        caller, canceller = Caller(partial(call, scope)), threading.Thread(target=scope.cancel)
         if number % 2:
             canceller.start()
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import socket
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.fake_broker import Caller
 
 import membroker
 from membroker.errors import BrokerUnavailable, InvalidRequest
@@ -37,10 +35,10 @@ def directories(place: Path) -> dict[str, str]:
     return {"XDG_RUNTIME_DIR": str(place), "MEMBROKER_SYSTEM_DIRECTORY": str(place / "system")}
 
 
-def listening(path: Path, kind: int = socket.SOCK_SEQPACKET, backlog: int = 8) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, kind)
+def listening(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(path))
-    listener.listen(backlog)
+    listener.listen()
     return listener
 
 
@@ -60,26 +58,6 @@ class TestChoice:
         assert endpoint.find_endpoint("here", env) == Path.cwd() / "here"
         assert endpoint.find_endpoint(None, env) == Path("/run/x/tenants/t")
 
-    @pytest.mark.parametrize("wrong", [5, b"/run", True])
-    def test_what_is_no_path(self, wrong: Any) -> None:
-        with pytest.raises(membroker.InvalidRequest):
-            membroker.connect(wrong)
-
-    def test_then_the_only_device_of_the_user(self, place: Path) -> None:
-        (place / "membroker" / "host" / "tenants").mkdir(parents=True)
-        (place / "membroker" / "membroker.lock").touch()
-        found = endpoint.find_endpoint(None, directories(place))
-        assert found == place / "membroker" / "host" / "tenants" / "default"
-
-    def test_several_devices_are_listed(self, place: Path) -> None:
-        """A machine with two cards: guessing one would put a model on the wrong card."""
-        for device in ("gpu-1234abcd", "gpu-99999999"):
-            (place / "membroker" / device / "tenants").mkdir(parents=True)
-        with pytest.raises(InvalidRequest) as caught:
-            endpoint.find_endpoint(None, directories(place))
-        for said in ("gpu-1234abcd/tenants/default", "gpu-99999999/tenants/default", "MEMBROKER_ENDPOINT"):
-            assert said in str(caught.value)
-
     def test_what_a_dead_broker_left_hides_no_living_one(self, place: Path) -> None:
         """A twin was tried out and killed, in the user's own directory and in root's; the card's broker runs."""
         env = directories(place)
@@ -93,14 +71,6 @@ class TestChoice:
             listener.setblocking(False)
             with pytest.raises(BlockingIOError):
                 listener.accept()
-            (place / "system" / "host" / "tenants" / "red").mkdir()
-            with (
-                listening(place / "system" / "host" / "tenants" / "red" / "handoff.sock"),
-                pytest.raises(InvalidRequest, match=f"^{place / 'system'} has 2 devices") as caught,
-            ):
-                endpoint.find_endpoint(None, env)
-        listed = str(caught.value).partition("--device N, of ")[2]
-        assert listed == f"{card}, {place / 'system' / 'host' / 'tenants' / 'red'}", "those that can be entered"
         assert "the broker is dead" in why(endpoint.find_endpoint(None, env)), (
             "the user's own is the one that is missed"
         )
@@ -172,11 +142,8 @@ class TestDevices:
         ("name", "device"),
         [
             ("0", "gpu-1234abcd"),
-            ("01", "gpu-99999999"),
             (UUID, "gpu-1234abcd"),
-            (UUID.lower(), "gpu-1234abcd"),
             (UUID.removeprefix("GPU-"), "gpu-1234abcd"),
-            ("gpu-99999999", "gpu-99999999"),
             ("host", "host"),
             ("host-7", "host-7"),
         ],
@@ -197,29 +164,6 @@ class TestDevices:
     def test_what_names_no_device(self, env: dict[str, str], name: str) -> None:
         with pytest.raises(InvalidRequest):
             endpoint.find_device(name, env)
-
-    def test_two_of_one_number(self, env: dict[str, str], place: Path) -> None:
-        """A GPU and a device of the host driver: the one that lives is meant, and of two living ones neither.
-
-        A device's directory is its default endpoint. A pipe in the place of a number is not waited for.
-        """
-        twin, card = place / "membroker" / "host", place / "membroker" / "gpu-1234abcd"
-        assert endpoint.find_endpoint(twin, env) == twin / "tenants" / "default"
-        assert endpoint.find_endpoint(twin / "admin", env) == twin / "admin"
-        os.mkfifo(twin / "index")
-        with pytest.raises(BrokerUnavailable):
-            endpoint.find_device("5", env)
-        (twin / "index").unlink()
-        (twin / "index").write_text("0\n")
-        assert endpoint.living_devices(env) == []
-        with listening(card / "tenants" / "red" / "handoff.sock"):
-            assert endpoint.living_devices(env) == [card]
-            assert endpoint.find_device("0", env) == card
-            with (
-                listening(twin / "tenants" / "red" / "handoff.sock"),
-                pytest.raises(InvalidRequest, match=r"^2 devices .* 0: .*--endpoint"),
-            ):
-                endpoint.find_device("0", env)
 
 
 class TestDiagnosis:
@@ -266,32 +210,6 @@ class TestDiagnosis:
         with listening(place / "handoff.sock"):
             assert "with `kill -CONT PID`" in why(place, timeout=0.05)
 
-    def test_the_queue_of_connections_is_full(self, place: Path) -> None:
-        with listening(place / "handoff.sock", backlog=0), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
-            one.connect(str(place / "handoff.sock"))
-            assert "does not answer" in why(place, timeout=0.05)
-
-    def test_it_hangs_up(self, place: Path) -> None:
-        """It stops at this very moment."""
-        with listening(place / "handoff.sock") as listener:
-            caller = Caller(lambda: listener.accept()[0].close())
-            assert "closed the connection without an answer" in why(place)
-            caller.value()
-
-    def test_it_speaks_another_language(self, place: Path) -> None:
-        """MEMBROKER_ENDPOINT names some other program's socket."""
-        with listening(place / "handoff.sock") as listener:
-
-            def talk() -> None:
-                with listener.accept()[0] as connection:
-                    connection.recv(4096)
-                    connection.send(b"\xff\xffHTTP/1.1")
-
-            caller = Caller(talk)
-            with pytest.raises(membroker.ProtocolError):
-                membroker.connect(place)
-            caller.value()
-
     def test_a_path_that_is_too_long(self, place: Path) -> None:
         long = place / ("x" * 110)
         long.mkdir()
@@ -304,30 +222,23 @@ class TestTimes:
 
     NONE = (-1, -1e-9, float("nan"), float("inf"), None, "5", 1e30, 10**400, True, 7 * 24 * 3600 + 1)
 
-    @pytest.mark.parametrize(
-        ("name", "seconds"), [("timeout", 0), ("timeout", 0.0), *product(("timeout", "outage"), NONE)], ids=repr
-    )
-    def test_times_that_are_none(self, place: Path, name: str, seconds: Any) -> None:
+    def test_times_that_are_none(self, place: Path) -> None:
         """A 0 would wait for ever in the kernel, a text fail somewhere in it: the caller is told before it is tried."""
-        least = {"timeout": "more than 0", "outage": "0 or more"}[name]
+        wrong: list[tuple[str, Any]] = [("timeout", 0), ("timeout", 0.0), *product(("timeout", "outage"), self.NONE)]
         with listening(place / "handoff.sock") as listener:
-            with pytest.raises(InvalidRequest, match=f"^{name} .* {least} "):
-                membroker.connect(place, **{name: seconds})
+            for name, seconds in wrong:
+                least = {"timeout": "more than 0", "outage": "0 or more"}[name]
+                with pytest.raises(InvalidRequest, match=f"^{name} .* {least} "):
+                    membroker.connect(place, **{name: seconds})
             listener.setblocking(False)
             with pytest.raises(BlockingIOError):
                 listener.accept()
 
-    @pytest.mark.parametrize("seconds", [1e-300, 1e-9, 9.9e-7, Fraction(1, 1000)])
+    @pytest.mark.parametrize("seconds", [1e-300, 9.9e-7, Fraction(1, 1000)])
     def test_a_tiny_timeout_is_one(self, place: Path, seconds: Any) -> None:
         """Less than the kernel's microsecond is no 0, which would be for ever."""
         with listening(place / "handoff.sock"), pytest.raises(BrokerUnavailable, match="does not answer"):
             membroker.connect(place, timeout=seconds)
-
-    def test_the_longest_ones(self, place: Path) -> None:
-        """A week is a time that the kernel takes: what is wrong is the listener, which is no broker."""
-        other = pytest.raises(BrokerUnavailable, match="socket of another kind")
-        with listening(place / "handoff.sock", socket.SOCK_STREAM), other:
-            membroker.connect(place, timeout=7 * 24 * 3600, outage=7 * 24 * 3600)
 
 
 class TestDenied:
@@ -355,41 +266,3 @@ class TestDenied:
         assert f"permission denied: {place / 'handoff.sock'} belongs to" in message
         for said in (f"uid {os.geteuid()}", f"gid {group}", "mode 0", "usermod -aG"):
             assert said in message
-
-    def test_an_operators_command_of_another_user(self, place: Path) -> None:
-        """`membroker quota set` by a user of the machine: another tenant's endpoint would not help."""
-        for name in ("admin", "tenants"):
-            (place / "0" / name).mkdir(parents=True)
-        denied = PermissionError(errno.EACCES, "Permission denied")
-        for directory, is_operators in ((place / "0" / "admin", True), (place, False)):
-            (directory / "grpc.sock").touch()
-            message = str(endpoint.diagnose(directory / "grpc.sock", denied))
-            assert ("Only the operator enters there" in message, "own tenant" in message) == (
-                is_operators,
-                not is_operators,
-            )
-
-    @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a socket of the group root")
-    def test_nobody_is_told_to_join_the_group_root(self, place: Path) -> None:
-        """A daemon that root started makes such sockets. Who is in that group can do more than borrow."""
-        with listening(place / "handoff.sock"):
-            os.chmod(place / "handoff.sock", 0o660)
-            message = self.denied(place)
-        assert "usermod" not in message
-        assert "let the operator admit you" in message
-
-    def test_a_device_whose_directory_is_closed(self, place: Path) -> None:
-        """It is named, by its own name, and not the open directory around it, nor the tenant's in it."""
-        device = place / "membroker" / "host"
-        (device / "tenants" / "red").mkdir(parents=True)
-        device.with_name("0").symlink_to("host")
-        os.chmod(device, 0o000 if os.geteuid() else 0o700)
-        try:
-            named = self.denied(device.with_name("0") / "tenants" / "red")
-            found = self.denied(XDG_RUNTIME_DIR=str(place), MEMBROKER_ENDPOINT="")
-            check = self.denied(device / "admin", call="membroker.cli.doctor.check_guarantees(sys.argv[1], {})")
-        finally:
-            os.chmod(device, 0o700)
-        assert f"permission denied: {device} belongs to" in named
-        assert f"permission denied: {device} belongs to" in found
-        assert "found='not checked: that needs a broker" in check.replace('"', "'")

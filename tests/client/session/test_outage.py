@@ -19,7 +19,6 @@ from membroker import Client
 from membroker.session import outages
 from membroker.session.connection import Connection
 from membroker.session.reconnecting import ReconnectingConnection
-from membroker.v1 import handoff_pb2 as pb
 
 
 class TestOutage:
@@ -42,36 +41,6 @@ class TestOutage:
         one.close()
         another.close()
 
-    @pytest.mark.deep
-    def test_obstacles(self, broker: PlayedBroker, client: Client) -> None:
-        """A dead socket, none, a broker that hangs up, stops, is full, dies at the Holds, refuses them; one works."""
-        one, extent_id = buffer(broker, client)
-        broker.die()
-        until(lambda: is_away(client))
-        tried = lambda: line(client)._outages.trouble  # noqa: E731 - what the last attempt met
-        until(lambda: "nobody listens" in tried())
-        (broker.directory / "handoff.sock").unlink()
-        until(lambda: "has no handoff.sock" in tried())
-        broker.listen()
-        assert broker.accept().resume_token == TOKEN
-        broker.hang_up()
-        for reason in ("STOPPING", "TOO_MANY_SESSIONS"):
-            assert broker.accept().resume_token == TOKEN
-            broker.refuse(1, reason)
-            broker.hang_up()
-        broker.greet_again()
-        broker.hang_up()
-        broker.greet_again()
-        broker.hear_holds()
-        broker.hang_up()
-        broker.greet_again()
-        broker.refuse(broker.hear_holds()[0], "JOURNAL_FULL")
-        broker.hang_up()
-        assert list(broker.resume().extent_ids) == [extent_id]
-        until(lambda: not is_away(client))
-        one.close()
-        assert list(broker.hear("release").release.extent_ids) == [extent_id]
-
     def test_nobody_calls(self, broker: PlayedBroker, client: Client, caplog: pytest.LogCaptureFixture) -> None:
         """A worker computes for hours: its session is taken up again all the same, with two lines in the log."""
         one, extent_id = buffer(broker, client)
@@ -83,17 +52,6 @@ class TestOutage:
         assert "is gone: mapped memory stays valid, reconnecting" in caplog.messages[0]
         assert "is back after" in caplog.messages[1]
         one.view()[:1] = b"x"
-
-    def test_a_violation_is_not_repeated(self, broker: PlayedBroker, client: Client) -> None:
-        """The broker says that what we sent was wrong: the same again would be wrong again."""
-        caller = Caller(lambda: model(client).allocate(PAGE))
-        broker.hear("allocate")
-        broker.refuse(0, "PROTOCOL_VIOLATION")
-        broker.hang_up()
-        assert isinstance(caller.end().error, membroker.ProtocolError)
-        with pytest.raises(membroker.ProtocolError):
-            model(client).allocate(PAGE)
-        assert line(client)._outages.state == "connected"
 
     def test_a_violation_is_heard_by_who_can_not_write(self, broker: PlayedBroker, client: Client) -> None:
         """The broker has closed, with frames unread: what it said before is behind the error of the socket."""
@@ -303,19 +261,6 @@ while not client._session.connection.calls.is_lost: pass
             tell(process)
             assert process.wait(DEADLINE_SECONDS) == 0, "it waited for a broker to say goodbye to"
             ends(process)
-
-    @pytest.mark.parametrize("answered", [True, False])
-    def test_an_ordinary_end_is_no_outage(
-        self, broker: PlayedBroker, client: Client, caplog: pytest.LogCaptureFixture, answered: bool
-    ) -> None:
-        """The broker closes after a Goodbye, answered or not: nobody reconnects, and nothing is logged."""
-        caller = Caller(client.close)
-        request_id = broker.hear("goodbye").request_id
-        if answered:
-            broker.reply(request_id, goodbye=pb.GoodbyeResponse())
-        broker.hang_up()
-        caller.value()
-        assert not caplog.messages
 
 
 class TestSessionLost:

@@ -18,7 +18,7 @@ from tests.support.processes import ends, heard, is_waiting, mapped_extents, ope
 
 import membroker
 from membroker import Client, Segment, interrupts
-from membroker.session.inventory import HeldResources, Inventory
+from membroker.session.inventory import Inventory
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm.driver import Location
@@ -304,15 +304,6 @@ client.close()
         assert list(broker.hear("release").release.extent_ids) == [known_id]
         assert broker.hears_nothing()
         assert mapped_extents() == 0
-
-    def test_the_inventory_of_many(self) -> None:
-        """Striking what is not there returns what was, and the rest stays."""
-        inventory = Inventory()
-        inventory.borrowed([1, 2, 3], KIND)
-        inventory.borrowed([9], (MODEL, resources_pb2.LOCATION_HOST, 7 * PAGE))
-        assert list(inventory.strike_extents([2, 9, 3, 4])) == [2, 9, 3]
-        assert not inventory.strike_segment(7)
-        assert inventory.held() == HeldResources(frozenset({1}))
 
     def test_what_was_released_is_counted_once_by_model_and_location(self) -> None:
         """A release that is repeated after an interrupt, or an extent that the broker forgot, counts no second time."""

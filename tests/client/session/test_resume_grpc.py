@@ -5,24 +5,13 @@ Both of the broker's sockets are played by the test; they die and come back apar
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
-from tests.support.fake_broker import (
-    MODEL,
-    PAGE,
-    Caller,
-    PlayedBroker,
-    PlayedService,
-    abort,
-    drop_all,
-    is_away,
-    model,
-)
+from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, PlayedService, abort, drop_all, is_away, model
 from tests.support.processes import mapped_extents
 
 import membroker
@@ -54,15 +43,6 @@ class TestControlCalls:
 
         service.answers[method] = answer
         return came, go_on
-
-    def test_a_listing(self, broker: PlayedBroker, client: Client, service: PlayedService) -> None:
-        models = broker_pb2.ListModelsResponse(models=[resources_pb2.Model(name=MODEL)])
-        came, go_on = self.begun(service, "ListModels", lambda *_: models)
-        caller = Caller(client.models)
-        assert came.wait(DEADLINE_SECONDS)
-        self.restart(broker, service)
-        assert [one.name for one in caller.value()] == [MODEL]
-        go_on.set()
 
     @pytest.mark.parametrize(("before", "done"), [(False, True), (False, False), (True, True)])
     def test_an_exclusive_registration(
@@ -101,17 +81,6 @@ class TestControlCalls:
         caller.value()
         with pytest.raises(membroker.ModelNotFound):
             model(client).unregister()
-
-    def test_gone_while_the_handoff_lives(self, broker: PlayedBroker, client: Client, service: PlayedService) -> None:
-        """Only gRPC is out of order: that is an error of its own, in the library's words, and no outage."""
-        service.answers["GetDevice"] = lambda *_: resources_pb2.Device(uuid="host")
-        client.device()
-        service.stop()
-        with pytest.raises(membroker.BrokerUnavailable) as caught:
-            client.device()
-        assert not re.search(r"address|connect to|UNAVAILABLE|PRECONDITION", str(caught.value))
-        assert not is_away(client)
-        service.start()
 
     def test_a_stranger_answers_first(self, broker: PlayedBroker, client: Client, service: PlayedService) -> None:
         """A daemon without the old one's state is up: by gRPC too the session is lost, and not the access denied."""

@@ -5,43 +5,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
-from typing import Any
 
-import pytest
 from tests.support.daemons import Daemon, until
 from tests.support.processes import is_settled
 from tests.support.threads import together
 
 import membroker
-from membroker.wire import frames as handoff
 
 PAGE = 2 << 20
-
-
-def test_threads_send_two_packets_a_page(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each borrows and releases pages. Its next frame carries the count of all, so none sends an Ack."""
-    kinds: list[str | None] = []
-
-    class Counted:
-        """A socket that notes the kind of each frame that is sent."""
-
-        def send(self, data: bytes, flags: int = 0) -> int:
-            kinds.append(handoff.decode(data).WhichOneof("kind"))
-            return sock.send(data, flags)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(sock, name)
-
-    with membroker.connect(daemon.endpoint()) as client, monkeypatch.context() as patch:
-        model, connection = client.model("m"), client._session.connection
-        sock = connection._socket
-        patch.setattr(connection, "_socket", Counted())
-        together([lambda: [model.allocate(PAGE).close() for _ in range(20)]] * 8)
-        # But for one when so many extents have come that one more packet might not fit.
-        assert Counter(kinds) - Counter(ack=160 // 64) == {"allocate": 160, "release": 160}
-    until(lambda: is_settled(daemon))
 
 
 def test_long_and_short_calls_share_the_window(daemon: Daemon) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -140,24 +139,6 @@ class TestHeldUp:
                 assert broker.hears_nothing()
         answer(broker)
 
-    def test_a_client_is_closed_in_the_block(self, broker: PlayedBroker, client: Client, served: Model) -> None:
-        """What was held up is done in the end."""
-        answering(broker, served, lambda _: None)
-        told: list[membroker.types.Notice] = []
-        client.on_notice(told.append)
-
-        def end() -> None:
-            with client.defer_recalls():
-                broker.notice(undrained=pb.Undrained())
-                until_heard(broker, client)
-                assert told == []
-                client.close()
-
-        caller = Caller(end)
-        broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
-        caller.value()
-        assert told[0] == membroker.Undrained()
-
 
 def test_a_client_that_is_garbage_ends_although_its_callback_refers_to_it(broker: PlayedBroker) -> None:
     """A notebook's cell is run again: the callback has the model, the model the session, and no thread has either."""
@@ -186,25 +167,3 @@ def test_a_client_that_is_garbage_ends_although_its_callback_refers_to_it(broker
     until(is_forgotten)
     broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
     until(lambda: threads_of_library() <= threads)
-
-
-def test_a_log_of_a_hanging_driver_is_no_end(
-    broker: PlayedBroker, client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Spare pages that the driver does not unmap are kept, the log says so, and the callback is asked."""
-    line(client).inventory.registered(MODEL)
-    served = model(client)
-    remaining: list[int] = []
-    pool = prepared(broker, served, 1)
-    answering(broker, served, lambda recall: remaining.append(recall.remaining))
-
-    def stuck(offset: int, size: int) -> None:
-        raise RuntimeError("the device is lost")
-
-    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "membroker"):
-        patch.setattr(pool._holding.region, "unbind", stuck)
-        recall(broker, 1)
-        answer(broker)
-    assert remaining == [PAGE]
-    assert "could not release spare pages that the broker recalls" in caplog.text
-    assert pool.stats().spare_pages == 1

@@ -102,13 +102,3 @@ def test_a_resume_that_has_begun_is_corrected(broker: PlayedBroker, client: Clie
     broker.reply(frame.request_id, model=resources_pb2.Model(name=MODEL))
     until(lambda: not is_away(client))
     assert broker.hears_nothing()
-
-
-def test_a_refused_registration_changes_nothing(broker: PlayedBroker, client: Client, served: Model) -> None:
-    caller = Caller(lambda: served.on_recall(lambda _: None))
-    broker.refuse(broker.hear("register_model").request_id, "TOO_MANY_REQUESTS")
-    assert isinstance(caller.end().error, membroker.TooMany)
-    drop_all(broker, client)
-    assert not broker.resume().answering_models
-    with pytest.raises(membroker.InvalidRequest, match="on_recall"):
-        served.on_recall(3)  # type: ignore[arg-type]
