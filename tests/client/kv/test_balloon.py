@@ -1,4 +1,4 @@
-"""The balloon alone: which groups come and go first. `test_cache.py` drives it through random traffic."""
+"""Which groups of blocks come and go first, and when a recall preempts. `test_cache.py` has random traffic."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from tests.support.fake_lender import PAGE
 from tests.support.sizes import MIB
 
 from membroker.kv.balloon import Balloon
 from membroker.kv.groups import ASKED, DOOMED, DRAINING, HELD, LEAVING, LIFECYCLE, MAPPED, RETIRING
 from membroker.kv.layout import Layout, Strided
+from membroker.kv.state import PATIENCE_SECONDS, CacheState
 
 BASE = 1 << 40
-PAGE = 2 * MIB
 
 
-def block_major(block: int, blocks: int) -> Layout:
-    return Layout(BASE, PAGE, blocks, [Strided(BASE, block, block)])
-
-
-def with_memory(balloon: Balloon, groups: int, first: int = 0) -> list[int]:
-    """Map the lowest groups from `first` on, and return the blocks that this makes usable."""
-    for group in range(first, groups):
+def with_memory(keep: int = 0) -> Balloon:
+    """Return a balloon of ten blocks in five groups, which all have memory."""
+    balloon = Balloon(Layout(BASE, PAGE, 10, [Strided(BASE, MIB, MIB)]), keep=keep)
+    for group in range(5):
         balloon.groups.move(group, "asked")
         balloon.groups.move(group, "mapped")
-    return balloon.groups.take()
+    balloon.groups.take()
+    return balloon
 
 
 def check(balloon: Balloon) -> None:
@@ -51,27 +51,22 @@ def check(balloon: Balloon) -> None:
         assert groups.groups_in(state) == [group for group, found in enumerate(states) if found == state]
 
 
-def all_unused(blocks: Sequence[int]) -> Collection[int]:
-    return blocks
-
-
 def cold(blocks: Sequence[int]) -> float:
     return 0.0
 
 
-def asking(used: Collection[int] = (), unused: Any = None, warmth: Any = cold, cost: Any = len) -> Any:
+def asking(used: Collection[int], warmth: Any = cold, cost: Any = len) -> Any:
     """An engine that answers what the balloon asks; requests use these blocks."""
 
-    def not_used(blocks: Sequence[int]) -> list[int]:
+    def unused(blocks: Sequence[int]) -> list[int]:
         return [block for block in blocks if block not in used]
 
-    return SimpleNamespace(unused=unused or not_used, warmth=warmth, cost=cost)
+    return SimpleNamespace(unused=unused, warmth=warmth, cost=cost)
 
 
 def test_free_groups_go_first_and_the_highest_of_them() -> None:
     """Five groups: 1 is busy, 2 and 4 have cached prefixes, 0 always has memory. 3 goes, then the colder of 2 and 4."""
-    balloon = Balloon(block_major(MIB, 10), keep=PAGE)
-    with_memory(balloon, 5)
+    balloon = with_memory(keep=PAGE)
     used, warm = {2, 3}, {4: 7.0, 9: 3.0}
 
     def warmth(blocks: Sequence[int]) -> float:
@@ -86,8 +81,7 @@ def test_free_groups_go_first_and_the_highest_of_them() -> None:
 
 def test_a_recall_takes_the_busy_groups_that_cost_least() -> None:
     """Not those with the fewest used blocks, if these are of a request that the engine would preempt last."""
-    balloon = Balloon(block_major(MIB, 10))
-    with_memory(balloon, 5)
+    balloon = with_memory()
     used = {2: 9.0, 4: 2.0, 5: 2.0, 6: 5.0, 7: 5.0, 8: 2.0}
 
     def cost(blocks: Sequence[int]) -> float:
@@ -96,57 +90,66 @@ def test_a_recall_takes_the_busy_groups_that_cost_least() -> None:
     assert balloon.choose(10, 3 * PAGE, asking(used, cost=cost)) == [4, 2, 3]
 
 
-def test_what_has_become_free_goes_instead_of_what_drains() -> None:
-    """While busy groups drain, each call looks at a few others. When enough goes, none has to drain any more."""
-    balloon = Balloon(block_major(MIB, 10))
-    with_memory(balloon, 5)
-    used = {2, 4, 6, 8}
+class Cache:
+    """Five groups with memory, of which the engine wants eight blocks. `asked` are the preemptions, and time stands."""
 
-    def choose() -> list[int]:
-        return balloon.choose(10, PAGE, asking(used), most=2)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *used: int) -> None:
+        self.clock = SimpleNamespace(now=1000.0, monotonic=lambda: self.clock.now)
+        monkeypatch.setattr("membroker.kv.state.time", self.clock)
+        self.balloon, self.asked = with_memory(), list[Any]()
+        self.state, self.engine = CacheState(self.balloon), asking(set(used))
+        self.engine.hold, self.engine.preempt = list, self.asked.append
+        self.state.want(8)
 
-    assert choose() == [4], "all are busy"
-    used.discard(4)
-    assert [choose(), choose()] == [[], [2]], "one group a call, the highest first"
-    balloon.groups.held([4, 5])
-    assert balloon.groups.retire([2, 4]) == [2]
-    assert (choose(), balloon.groups.retiring_bytes, balloon.groups.going_bytes) == ([], PAGE, 2 * PAGE)
-    balloon.reconsider()
-    assert (balloon.groups.state(4), balloon.groups.going_bytes) == (MAPPED, PAGE)
-    check(balloon)
-
-
-def test_a_sweep_looks_at_few_groups_at_a_time() -> None:
-    """A scheduler has no time for thousands of blocks in a step: each call goes on where the last one ended."""
-    balloon = Balloon(block_major(MIB, 20))
-    with_memory(balloon, 10)
-    asked: list[int] = []
-
-    def unused(blocks: Sequence[int]) -> list[int]:
-        asked.extend(blocks)
-        return []
-
-    looks = []
-    for _ in range(3):
-        balloon.choose(14, 0, asking(unused=unused), most=6)
-        looks.append((asked[:], balloon.is_sweeping))
-        asked.clear()
-    assert looks == [([18, 19, 16, 17, 14, 15], True), ([12, 13, 10, 11, 8, 9], True), ([6, 7, 4, 5, 2, 3], True)]
-    balloon.choose(14, 0, asking(unused=unused), most=6)
-    assert (asked, balloon.is_sweeping) == ([], False), "block 0 is always there"
+    def recalled(self, seconds: float, *, is_guaranteed: bool = False) -> Any:
+        """Recall a page, and let the engine hear of it."""
+        deadline = self.clock.now + seconds
+        recall: Any = SimpleNamespace(
+            model="m", remaining=PAGE, deadline=deadline, is_guaranteed=is_guaranteed, done=lambda: None
+        )
+        self.state.hold(self.engine)
+        assert self.state.recalled(recall)
+        self.state.hold(self.engine)
+        return recall
 
 
-def test_what_is_wanted_again_comes_back_without_a_request() -> None:
-    balloon = Balloon(block_major(MIB, 10))
-    with_memory(balloon, 5)
-    assert balloon.choose(2, 0, asking()) == [4, 3, 2, 1]
-    balloon.groups.held([2, 3, 4, 5, 6, 7])
-    assert balloon.groups.retire(balloon.groups.groups_in(DRAINING)) == [1, 2, 3]
-    balloon.groups.move(1, "fence passed")
-    assert balloon.revive(6) == [2]
-    assert balloon.groups.take() == [4, 5]
-    assert balloon.revive(7) == [3], "group 4 was draining, and the engine has its blocks still"
-    assert [balloon.groups.state(group) for group in range(5)] == [MAPPED, LEAVING, MAPPED, MAPPED, DRAINING]
-    balloon.groups.move(1, "failed")
-    assert balloon.groups.state(1) == DOOMED
-    check(balloon)
+def test_a_recall_waits_for_requests_that_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are preempted when it has waited long enough for them, and at once for the next recall of the same need."""
+    cache = Cache(monkeypatch, *range(10))
+    for seconds, waits in ((10.0, PATIENCE_SECONDS), (0.2, 0.1)):
+        cache.clock.now += 1.0  # the one before has been answered for long
+        recall = cache.recalled(seconds)
+        assert cache.asked == []
+        cache.clock.now += 0.51 * waits
+        cache.state.hold(cache.engine)  # the next turn will come too late
+        assert len(cache.asked) == 1
+        recall.remaining = 0
+        assert cache.state.settled(has_engine=True) is recall
+        cache.clock.now += 0.01
+        cache.recalled(seconds)
+        assert len(cache.asked) == 2
+        cache.state._recalls.clear()
+        cache.asked.clear()
+
+
+def test_a_recall_for_a_guarantee_waits_for_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guarantee was promised at any time. A recall that becomes one does not wait either."""
+    cache = Cache(monkeypatch, *range(10))
+    recall = cache.recalled(10.0)
+    assert cache.asked == []
+    recall.is_guaranteed = True
+    cache.state.recalled(recall)
+    cache.state.hold(cache.engine)
+    assert len(cache.asked) == 1
+    cache = Cache(monkeypatch, *range(10))
+    cache.recalled(10.0, is_guaranteed=True)
+    assert len(cache.asked) == 1
+
+
+def test_what_waits_for_its_fence_goes_after_the_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recall is answered in time, and the step that may use the pages is not over: they are as good as released."""
+    cache = Cache(monkeypatch)
+    cache.recalled(0.0)
+    cache.state.settled(has_engine=True)
+    cache.state.want(10)
+    assert cache.balloon.groups.state(4) == DOOMED

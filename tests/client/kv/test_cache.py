@@ -23,8 +23,8 @@ from tests.support.sizes import KIB, MIB
 from tests.support.toy_engine import Fence, Request, ToyEngine
 from tests.support.toy_serving import BLOCKS, Recall, Recalled, an_engine, serving, step, steps
 
-from membroker.errors import ClosedError, DeviceFailure, InvalidRequest, OutOfMemory
-from membroker.kv import ElasticCache, Layout, Strided, state
+from membroker.errors import ClosedError, InvalidRequest
+from membroker.kv import ElasticCache, Layout, Strided
 from membroker.kv import cache as cache_module
 from membroker.pool.pool import VirtualMemoryPool
 
@@ -125,21 +125,6 @@ def test_a_fence_that_fails_keeps_its_own_pages_only(lender: Recalled) -> None:
         steps(cache, engine, lambda: lender.lent_bytes == PAGE + kept)
 
 
-def test_a_refusal_is_not_asked_again_at_once(lender: Recalled) -> None:
-    """There are four pages. Requests beyond them wait in the engine, and the broker is not asked at each step."""
-    lender.capacity = 4 * PAGE
-    engine = an_engine()
-    with serving(lender, engine) as cache:
-        engine.add(Request(BLOCKS - 2))
-        began = time.monotonic()
-        while not cache.stats().refusals or time.monotonic() < began + 0.5:
-            step(cache, engine)
-        assert cache.stats().refusals <= 20 * (time.monotonic() - began)
-        assert engine.finished == 0
-        lender.capacity = 1 << 40
-        steps(cache, engine, lambda: engine.finished)
-
-
 def test_a_group_comes_whole_or_not_at_all(lender: Recalled) -> None:
     """Four tensors, so a group is four pages. There is room for seven: one group, and nothing of a second."""
     lender.capacity = 7 * PAGE
@@ -150,35 +135,6 @@ def test_a_group_comes_whole_or_not_at_all(lender: Recalled) -> None:
         assert lender.lent_bytes == 4 * PAGE
         lender.capacity = 8 * PAGE
         steps(cache, engine, lambda: engine.finished)
-
-
-def test_ahead_is_mapped_before_it_is_needed(lender: Recalled) -> None:
-    engine = an_engine()
-    with serving(lender, engine, block=MIB, ahead=6 * MIB) as cache:
-        until(lambda: cache.stats().blocks == 8)  # it is mapped a little after it is lent
-        engine.add(Request(5, decode_left=1))
-        step(cache, engine)
-        assert engine.finished, "the request had to wait for memory"
-
-
-def test_each_question_says_how_much_is_wanted_besides(lender: Recalled, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The broker then asks others for all of it at once."""
-    borrow, wanted = lender.borrow, []
-
-    def noted(size: int, count: int, *arguments: object, **hints: int) -> None:
-        wanted.append((size * count, hints["wanted_bytes"]))
-        borrow(size, count, *arguments, **hints)
-
-    monkeypatch.setattr(lender, "borrow", noted)
-    monkeypatch.setattr(state, "SHORT_SECONDS", DEADLINE_SECONDS)
-    monkeypatch.setattr(state, "ASK_GROUPS", 3)
-    monkeypatch.setattr(state, "MOST_GROUPS", 3)
-    with serving(lender, an_engine(), block=PAGE) as cache:
-        for blocks in (5, 10):
-            cache.want(blocks)
-            until(lambda: cache.stats().blocks == blocks)  # noqa: B023 - it is called at once
-    assert [size // PAGE for size, _ in wanted] == [1, 3, 1, 3, 2], "several pages at once"
-    assert [more // PAGE for _, more in wanted] == [0, 4, 1, 5, 2], "0: the block that is always there"
 
 
 def test_bounds(lender: Recalled) -> None:
@@ -207,18 +163,14 @@ def test_prepare_and_attach(lender: Recalled) -> None:
             pool.view(0, 20 * MIB)[:] = bytes(20 * MIB)
             lender.capacity = lender.lent_bytes
             assert not cache.prepare(30, timeout=0.1)
-            for call in (cache.grow, cache.turn, cache.rest):
-                with pytest.raises(InvalidRequest, match="attach"):
-                    call()
+            with pytest.raises(InvalidRequest, match="attach"):
+                cache.grow()
             cache.attach(engine)
             assert sorted(engine.free) == list(range(1, 20))
-            with pytest.raises(InvalidRequest):
-                cache.attach(engine)
             steps(cache, engine, lambda: lender.lent_bytes == PAGE)
-        for call in (cache.grow, lambda: cache.want(1), lambda: cache.prepare(1), cache.stats, cache.take):
+        for call in (cache.grow, lambda: cache.prepare(1), cache.stats):
             with pytest.raises(ClosedError):
                 call()
-        cache.close()
 
 
 def test_no_event_is_looked_at_during_a_capture(lender: Recalled) -> None:
@@ -258,25 +210,6 @@ def test_what_has_lost_a_part_of_its_memory_is_not_used_again(lender: Recalled) 
         steps(cache, engine, lambda: lender.lent_bytes == 4 * PAGE)
 
 
-def test_it_says_once_that_no_memory_can_be_borrowed(lender: Recalled, caplog: pytest.LogCaptureFixture) -> None:
-    """The engine stands still meanwhile, and asks each second."""
-    asked: list[None] = []
-
-    def fail() -> None:
-        asked.append(None)
-        raise DeviceFailure("no map area is left")
-
-    engine = an_engine()
-    with serving(lender, engine) as cache:
-        lender.before_borrow = fail
-        engine.add(Request(10))
-        steps(cache, engine, lambda: len(asked) > 3)
-        lender.before_borrow = lambda: None
-        steps(cache, engine, lambda: engine.finished)
-    (said,) = caplog.records
-    assert said.getMessage().endswith("no map area is left")
-
-
 def test_what_comes_after_the_end_is_released(lender: Recalled, monkeypatch: pytest.MonkeyPatch) -> None:
     """The broker answers a question when the cache has been closed. The pool stays open, and has nothing."""
     monkeypatch.setattr(cache_module, "CLOSE_SECONDS", 0.01)
@@ -290,20 +223,6 @@ def test_what_comes_after_the_end_is_released(lender: Recalled, monkeypatch: pyt
         silent.answer.set()
         until(lambda: not cache._threads[0].is_alive())
         assert lender.lent_bytes == 0
-
-
-def test_what_is_refused(lender: Recalled) -> None:
-    with VirtualMemoryPool(lender, BLOCKS * MIB, PAGE) as pool:
-        tensor = Strided(pool.base_address, MIB, MIB)
-        layout = Layout(pool.base_address, PAGE, BLOCKS, [tensor])
-        with pytest.raises(InvalidRequest):
-            ElasticCache(pool, Layout(pool.base_address, PAGE // 2, BLOCKS, [tensor]))
-        with pytest.raises(InvalidRequest, match="floor"):
-            ElasticCache(pool, layout, floor=-1)
-        lender.capacity = 0
-        with pytest.raises(OutOfMemory):
-            ElasticCache(pool, layout)
-    assert lender.recall_callback is None
 
 
 @pytest.mark.parametrize("what", ["cache", "pool"])

@@ -10,7 +10,7 @@ from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_lender import PAGE
 from tests.support.sizes import MIB
 from tests.support.toy_engine import Request, ToyEngine
-from tests.support.toy_serving import Recall, Recalled, an_engine, serving, step, steps
+from tests.support.toy_serving import Recall, Recalled, an_engine, serving, steps
 
 from membroker.kv import ElasticCache, state
 
@@ -75,17 +75,6 @@ def test_without_preemption_it_is_answered_in_time(lender: Recalled, in_a_second
         steps(cache, engine, lambda: engine.finished)
 
 
-def test_an_engine_at_rest(lender: Recalled) -> None:
-    engine = an_engine(caches=True)
-    with serving(lender, engine, block=MIB) as cache:
-        engine.add(Request(20, prefix=1))
-        steps(cache, engine, lambda: engine.finished)
-        cache.rest()
-        recall = lender.recall(6 * PAGE)
-        until(lambda: recall.answers)
-        assert recall.remaining == 0
-
-
 def test_an_engine_that_makes_no_step(lender: Recalled, in_a_second: float) -> None:
     """It hangs in a step. The recall is answered before the deadline, with nothing released."""
     engine = an_engine()
@@ -94,21 +83,6 @@ def test_an_engine_that_makes_no_step(lender: Recalled, in_a_second: float) -> N
         until(lambda: recall.answers)
         assert recall.answered_at < recall.deadline
         assert recall.remaining == 6 * PAGE
-
-
-def test_nothing_is_borrowed_meanwhile(lender: Recalled) -> None:
-    engine = an_engine(preempts=False)
-    with busy(lender, engine, blocks=10) as cache:
-        recall = lender.recall(6 * PAGE)
-        step(cache, engine)
-        grants = cache.stats().grants
-        engine.add(Request(20))
-        for _ in range(50):
-            step(cache, engine)
-        assert (cache.stats().grants, recall.answers) == (grants, 0)
-        engine.running[0].decode_left = 1
-        steps(cache, engine, lambda: engine.finished == 2)
-        assert recall.answers == 1
 
 
 def test_a_recall_that_is_raised(lender: Recalled) -> None:
@@ -123,31 +97,12 @@ def test_a_recall_that_is_raised(lender: Recalled) -> None:
         assert (recall.answers, recall.remaining) == (1, 0)
 
 
-def test_a_program_with_a_callback_of_its_own(lender: Recalled) -> None:
-    """It has more to release than the cache. It passes recalls on, and the cache does not take the callback away."""
-    engine, seen = an_engine(caches=True), []
-    with serving(lender, engine, block=MIB) as cache:
-        engine.add(Request(20, prefix=1))
-        steps(cache, engine, lambda: engine.finished)
-
-        def mine(recall: Recall) -> object:
-            seen.append(recall)
-            return cache.answer(recall)
-
-        lender.on_recall(mine)
-        recall = lender.recall(4 * PAGE)
-        steps(cache, engine, lambda: recall.answers)
-        assert (recall.remaining, seen) == (0, [recall])
-    assert lender.recall_callback is mine
-    lender.on_recall(None)
-
-
 @pytest.mark.parametrize("what", ["cache", "pool"])
 def test_a_recall_that_is_open_at_the_end_is_answered(lender: Recalled, what: str) -> None:
     """A program passes recalls on. Without an answer the broker would lend its session nothing above the guarantee."""
     engine = an_engine(preempts=False)
     with serving(lender, engine, block=MIB) as cache:
-        lender.on_recall(lambda recall: cache.answer(recall))
+        lender.on_recall(mine := lambda recall: cache.answer(recall))
         engine.add(Request(20, decode_left=1 << 60))
         steps(cache, engine, lambda: engine.running)
         recall = lender.recall(4 * PAGE)
@@ -155,4 +110,5 @@ def test_a_recall_that_is_open_at_the_end_is_answered(lender: Recalled, what: st
         until(lambda: recall.answers)
         until(lambda: not cache._threads[1].is_alive())
         assert cache.answer(Recall(lender, PAGE)) is None, "there is no thread that would answer it"
+    assert lender.recall_callback is mine, "the cache has taken the program's callback away"
     lender.on_recall(None)

@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from tests.client.kv.conftest import Slept
 from tests.support.daemons import DEADLINE_SECONDS, until
-from tests.support.driver_errors import failing_from
 from tests.support.fake_lender import PAGE
-from tests.support.sizes import KIB
 from tests.support.toy_engine import Fence, Request, ToyEngine
-from tests.support.toy_serving import Recalled, an_engine, serving, step, steps
+from tests.support.toy_serving import an_engine, serving, step, steps
 
 from membroker.errors import ClosedError, SessionLost
 from membroker.kv import ElasticCache, Sleeper, sleeper
@@ -26,28 +25,6 @@ from membroker.pool.pool import VirtualMemoryPool
 from membroker.types import SleepRequest, SleepStatus
 
 WEIGHTS = 3 * PAGE
-
-
-class Slept(Recalled):
-    """A lender that an operator can ask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sleep_callback: object = None
-
-    def on_sleep(self, callback: object) -> None:
-        self.sleep_callback = callback
-
-
-@pytest.fixture
-def lender() -> Iterator[Slept]:
-    lender = Slept()
-    yield lender
-    until(lambda: not [one for one in threading.enumerate() if one.name.startswith(("membroker-kv", "membroker-sl"))])
-    lender.settle()
-    assert (lender.lent, lender.used_bytes, lender.recall_callback, lender.sleep_callback) == ({}, 0, None, None)
-    lender.driver.close()
-    lender.device.close()
 
 
 class Scene:
@@ -153,14 +130,17 @@ def test_an_engine_whose_loop_goes_on_makes_its_own_turns(lender: Slept) -> None
         one.serve()
 
 
-def test_weights_can_be_kept(lender: Slept) -> None:
-    """As asked, until another word releases them as well."""
+def test_weights_stay_as_asked_and_if_the_host_has_no_room(lender: Slept) -> None:
+    """The cache goes all the same, and the operator reads why."""
     with scene(lender) as one:
         one.cache.rest()
         assert one.until_asleep(keep=True) == SleepStatus("asleep", PAGE, 0, "weights kept: as asked")
         assert lender.lent_bytes == WEIGHTS
         assert one.until_asleep() == SleepStatus("asleep", PAGE, WEIGHTS)
-        assert lender.lent_bytes == 0
+        one.serve()
+        lender.host_capacity = PAGE
+        assert one.until_asleep().detail == "weights kept: the lender's host"
+        one.serve()
 
 
 def test_a_busy_engine_does_not_sleep(lender: Slept) -> None:
@@ -288,33 +268,6 @@ def test_it_wakes_when_there_is_memory(lender: Slept) -> None:
         one.serve()
 
 
-@pytest.mark.deep
-def test_it_holds_nothing_that_it_cannot_use_for_long(lender: Slept, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The broker lends the weights, and not the first page of the cache. Another engine may wait for these."""
-    monkeypatch.setattr(sleeper, "GIVE_WAY_SECONDS", 3.0)
-    with asleep(lender) as one:
-        lender.capacity = WEIGHTS
-        one.ask(wake=True)
-        until(lambda: lender.lent_bytes == WEIGHTS)
-        until(lambda: lender.lent_bytes == 0)
-        until(lambda: one.ask(wake=True).weight_bytes == WEIGHTS)
-        until(lambda: lender.lent_bytes == WEIGHTS)
-        lender.capacity = 1 << 40
-        until(lambda: one.ask(wake=True).state == "awake")
-        one.serve()
-
-
-def test_weights_stay_if_the_host_has_no_room(lender: Slept) -> None:
-    """The cache goes all the same, and the operator reads why."""
-    with scene(lender) as one:
-        one.cache.rest()
-        lender.host_capacity = PAGE
-        asleep = one.until_asleep()
-        assert asleep == SleepStatus("asleep", PAGE, 0, "weights kept: the lender's host")
-        assert lender.lent_bytes == WEIGHTS
-        one.serve()
-
-
 def test_a_sleeping_engine_ends_whose_session_is_unknown(lender: Slept) -> None:
     """The daemon's state was lost in its sleep. A request would wait forever: what waits for blocks ends."""
 
@@ -329,21 +282,6 @@ def test_a_sleeping_engine_ends_whose_session_is_unknown(lender: Slept) -> None:
         with pytest.raises(ClosedError):
             one.cache.wait(DEADLINE_SECONDS)
         until(lambda: "the broker does not know this session" in one.ask(wake=True).detail)
-
-
-def test_the_driver_fails_while_it_falls_asleep(lender: Slept) -> None:
-    """It has unmapped two of the four pages that always have memory. The engine wakes with all four."""
-    engine = an_engine()
-    with serving(lender, engine, block=64 * KIB, layers=4) as cache, Sleeper(cache) as sleeper:
-        one = Scene(lender, engine, cache, sleeper)
-        one.cache.rest()
-        with failing_from(lender.driver, "unmap", 3):
-            until(lambda: one.ask().detail == "the engine failed, and its log says why")
-            assert lender.lent_bytes == 2 * PAGE
-            one.serve()
-            assert lender.lent_bytes == 4 * PAGE
-        one.until_asleep()
-        assert lender.lent_bytes == 0
 
 
 def test_what_uses_weights_wakes_it_and_keeps_it_awake(lender: Slept) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,26 +26,13 @@ from membroker.kv.vllm.settings import (
 from membroker.types import Available
 
 
-def test_the_name_that_a_user_chooses_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it is otherwise, tests/client/kv/test_model_names.py says."""
-    served = "Qwen/Qwen3-8B"
-    monkeypatch.delenv("MEMBROKER_MODEL", raising=False)
-    assert VllmSettings().name(served) == served
-    assert VllmSettings(model="chat").name(served) == "chat"
-    monkeypatch.setenv("MEMBROKER_MODEL", "code")
-    assert VllmSettings().name(served) == "code"
-
-
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
         ({"limits": "8GiB"}, "has 'limits', and membroker knows: model, limit, floor"),
-        ({"model": 7}, "the name of a model is text"),
         ({"floor": "8 gigs"}, "floor: "),
         ({"weights": "lent"}, "weights is own or borrowed, not 'lent'"),
-        ({"keep_pinned": 1}, "keep_pinned is true or false, not 1"),
         ({"keep_pinned": True}, "keep_pinned is for borrowed weights"),
-        ({"endpoint": 7}, "endpoint is a directory, or a list with one for each rank, not 7"),
         ({"endpoint": ["/run/a", ""]}, "endpoint is a directory, or a list"),
     ],
 )
@@ -66,29 +51,24 @@ def test_the_settings_of_one_connector_of_several_are_found() -> None:
     assert settings_in(None) == VllmSettings()
 
 
-@pytest.mark.parametrize("limits", [(12, None), (None, 12), (13, 12)], ids=["model", "tenant", "both"])
 @pytest.mark.parametrize(
-    ("bounds", "besides", "said"),
+    ("limit", "bounds", "besides", "said"),
     [
-        ({}, 4, None),
-        ({}, 5, "needs 8 bytes of KV cache, and 'chat' may borrow 7 beside 5 for other memory: lower --max-model-len"),
-        ({"floor": 12}, 0, None),
-        ({"floor": 13}, 0, "a floor of 13 bytes can never be reached: 'chat' may borrow 12"),
-        ({"floor": 11}, 2, "a floor of 11 bytes can never be reached: 'chat' may borrow 10 beside 2"),
+        (12, {}, 4, None),
+        (13, {}, 5, "needs 8 bytes of KV cache, and 'chat' may borrow 7 beside 5 for other memory: lower --max-model"),
+        (None, {"floor": 12}, 0, None),
+        (None, {"floor": 13}, 0, "a floor of 13 bytes can never be reached: 'chat' may borrow 12"),
+        (11, {"floor": 11}, 2, "a floor of 11 bytes can never be reached: 'chat' may borrow 9 beside 2"),
     ],
 )
 def test_bounds_that_the_limits_rule_out(
-    bounds: dict[str, Any],
-    besides: int,
-    said: str | None,
-    limits: tuple[int | None, int | None],
-    caplog: pytest.LogCaptureFixture,
+    limit: int | None, bounds: dict[str, Any], besides: int, said: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The broker has 16 bytes, and lends 12 of them to this model or its tenant. The longest request needs 8.
+    """The broker has 16 bytes, and lends 12 of them to the tenant and `limit` to this model.
 
-    These are guaranteed, if the model's weights do not use some of them.
+    The longest request needs 8. These are guaranteed, if the model's weights do not use some of them.
     """
-    available = Available(now_bytes=0, limit_bytes=limits[0], guarantee_bytes=8, tenant_limit_bytes=limits[1])
+    available = Available(now_bytes=0, limit_bytes=limit, guarantee_bytes=8, tenant_limit_bytes=12)
     model: Any = SimpleNamespace(name="chat", available=lambda: available)
     client: Any = SimpleNamespace(capacities={"device": 16})
     with nullcontext() if said is None else pytest.raises(InvalidRequest, match=said):
@@ -207,8 +187,6 @@ def test_the_table_of_models_is_what_the_code_refuses() -> None:
     ("other", "said"),
     [
         ({"parallel_config__data_parallel_size": 2}, "tensor parallelism only"),
-        ({"parallel_config__decode_context_parallel_size": 2}, "tensor parallelism only"),
-        ({"kv_transfer_config": None}, '"kv_role": "kv_producer"'),
         ({"kv_transfer_config__is_kv_producer": False}, '"kv_role": "kv_producer"'),
         ({"kv_transfer_config__is_kv_consumer": True}, "preempts many requests at once"),
         ({"kv_transfer_config": SWAP_BESIDE_ANOTHER}, "swap_space beside another connector"),
@@ -247,46 +225,6 @@ def test_a_cache_whose_blocks_are_elsewhere_is_refused(spec: Any, layout: str, s
     check("LBHNC", one, one)
     with pytest.raises(InvalidRequest, match=said):
         check(layout, *([] if spec is None else [one, {**one, **spec}]))
-
-
-# Which process says why an engine did not start
-
-ENGINE = """
-import multiprocessing
-from membroker import InvalidRequest
-from membroker.kv.vllm import last_line
-
-def engine():
-    last_line.begin()
-    last_line.tell(InvalidRequest("no"))
-
-if __name__ == "__main__":
-    last_line.begin()
-    process = multiprocessing.get_context("spawn").Process(target=engine)
-    process.start()
-    process.join()
-    print("and what vLLM says of it", flush=True)
-"""
-
-
-def test_a_server_that_another_program_with_vllm_starts_says_it_itself(tmp_path: Path) -> None:
-    """That program has the variable in its environment. The server's engine is a process of `multiprocessing`."""
-    file = tmp_path / "serve.py"
-    file.write_text(ENGINE)
-    others = os.memfd_create("membroker-last-line")
-    try:
-        done = subprocess.run(
-            [sys.executable, file],
-            env={**os.environ, last_line.VARIABLE: f"/proc/{os.getpid()}/fd/{others}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=True,
-        )
-        assert os.fstat(others).st_size == 0
-    finally:
-        os.close(others)
-    assert done.stdout.splitlines() == ["and what vLLM says of it", "membroker: no"]
 
 
 def test_a_file_that_is_none_of_it_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
