@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,31 +105,6 @@ def test_a_process_that_got_the_pid_of_another_one_is_not_killed(family: tuple[i
     file = open_process(family[1], start_of(family[1]))
     assert file is not None
     os.close(file)
-
-
-ENDING = """
-import signal, subprocess, sys
-from membroker.guest.tree import ProcessTree, adopt_orphans
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-adopt_orphans()
-script = "(setsid sleep 1000 & echo $!; (sleep 1000 & echo $!) & )"
-with open(sys.argv[1], "w") as said:
-    subprocess.run(["sh", "-c", script], stdout=said)
-tree = ProcessTree(list)
-while len(open(sys.argv[1]).read().split()) < 2 or len(tree.pids()) < 2:
-    pass
-tree.end()
-assert tree.pids() == []
-"""
-
-
-def test_all_are_ended_that_a_program_has_left_behind() -> None:
-    """One has a session of its own, and one lost both its parents."""
-    with tempfile.NamedTemporaryFile() as said:
-        subprocess.run([sys.executable, "-c", ENDING, said.name], check=True, timeout=DEADLINE_SECONDS)
-        pids = list(map(int, Path(said.name).read_text().split()))
-    assert len(pids) == 2
-    assert all(is_gone(pid) for pid in pids)
 
 
 # The warden
