@@ -14,11 +14,11 @@ def parameters(**given: Any) -> dict[str, Any]:
     return {"apiVersion": "membroker/v1", "kind": "Tenant", **given}
 
 
-def config(source: str, requests: Sequence[str] = (), driver: str = "membroker", **given: Any) -> dict[str, Any]:
+def config(source: str, requests: Sequence[str] = (), **given: Any) -> dict[str, Any]:
     return {
         "source": f"From{source}",
         "requests": list(requests),
-        "opaque": {"driver": driver, "parameters": parameters(**given)},
+        "opaque": {"driver": "membroker", "parameters": parameters(**given)},
     }
 
 

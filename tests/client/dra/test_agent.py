@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -277,14 +276,11 @@ def test_bad_answers_of_the_api_server(one: Node) -> None:
     (path,) = one.api.objects
     for status, text, what in (
         (200, b"[" * 100_000, "is not JSON"),
-        (200, b"[7]", "is not an object"),
         (200, b"x" * ((4 << 20) + 1), "has more than"),
         (403, json.dumps({"message": "n\n" * 9_999}).encode(), "refuses it (403): 'n\\nn"),
     ):
         one.api.raw[path] = status, text
-        error = one.prepare(asked)[UID].error
-        assert what in error
-        assert len(error) < 1_000
+        assert what in one.prepare(asked)[UID].error
     one.api.raw = {GROUP: (200, b'{"versions": [{"version": "v1alpha3"}, 7]}')}
     one.api.objects.clear()
     assert "the API server has none of resource.k8s.io v1, v1beta2, v1beta1" in one.prepare(asked)[UID].error
@@ -300,34 +296,3 @@ def test_a_second_agent_leaves_the_first_alone(one: Node) -> None:
     assert one.prepare(asked)[UID].error == ""
     assert one.unprepare(asked)[UID].error == ""
     assert not any(path.stat().st_mode & 0o007 for path in (one.socket, one.records))
-
-
-def test_where_it_cannot_run(one: Node) -> None:
-    """The sentence says what is missing, before anything is served."""
-    outside = {**one.environment(), "KUBERNETES_SERVICE_HOST": ""}
-    assert "this is no pod: KUBERNETES_SERVICE_HOST" in run_python(one.arguments(), env=outside).stderr
-    for option, what in (
-        ("--node=", "name the node, by --node or NODE_NAME"),
-        (f"--account-directory={one.directory}", "cannot read the CA's certificate"),
-        ("--cdi-directory=/proc/none", "cannot use /proc/none"),
-    ):
-        done = run_python([*one.arguments(), option], env=one.environment())
-        assert what in done.stderr
-        assert (done.returncode, done.stdout) == (1, "")
-
-
-def test_a_damaged_record_is_told(daemon: Daemon, one: Node) -> None:
-    asked = one.api.add(claim())
-    assert one.prepare(asked)[UID].error == ""
-    record = one.records / f"{UID}.json"
-    good = record.read_bytes()
-    for bad in (b"", b'{"devices": [7]}', b"\xff", b"[" * 99_999):
-        record.write_bytes(bad)
-        assert f"{record} is damaged" in one.unprepare(asked)[UID].error
-    record.unlink()
-    os.mkfifo(record)
-    assert "is not a file" in one.prepare(asked)[UID].error
-    record.unlink()
-    record.write_bytes(good)
-    assert one.unprepare(asked)[UID].error == ""
-    until(lambda: not tenants(daemon))
