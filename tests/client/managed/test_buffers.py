@@ -104,28 +104,6 @@ def test_a_living_view_keeps_the_memory(run: Run) -> None:
     """)
 
 
-def test_a_call_under_way_holds_off_the_end(run: Run) -> None:
-    """One thread closes while another is about to prefetch by the address."""
-    run("""
-        buffer = UnifiedBuffer(driver, MIB)
-        entered, leave = threading.Event(), threading.Event()
-        def use():
-            with buffer.in_use():
-                entered.set()
-                leave.wait(120)
-        thread = threading.Thread(target=use)
-        thread.start()
-        assert entered.wait(120)
-        buffer.close()
-        assert asked().count("cuMemFree") == 0
-        with pytest.raises(ClosedError):
-            buffer.view()
-        assert asked().count("cuMemFree") == 0
-        leave.set(); thread.join()
-        assert asked().count("cuMemFree") == 1
-    """)
-
-
 def test_after_a_fork_the_childs_buffer_raises_and_frees_nothing(run: Run) -> None:
     """CUDA does not survive a fork, and the pages are not inherited: even the view of them would fault."""
     run("""
@@ -149,20 +127,11 @@ def test_after_a_fork_the_childs_buffer_raises_and_frees_nothing(run: Run) -> No
     """)
 
 
-@pytest.mark.parametrize("size", [0, -1, "", "no", 1 << 63, None, 1.5, True])
-def test_a_buffer_of_no_size_is_refused(host: Driver, size: int) -> None:
+def test_a_buffer_of_no_size_is_refused(host: Driver) -> None:
     """Before the driver is looked at: it is the program that is wrong, on any machine."""
-    with pytest.raises(InvalidRequest):
-        UnifiedBuffer(host, size)
-
-
-def test_a_device_without_managed_memory_says_so(run: Run) -> None:
-    code = """
-        with pytest.raises(ManagedMemoryUnavailable, match="device 0 "):
-            UnifiedBuffer(driver, MIB)
-        assert asked() == []
-    """
-    run(code, FAKE_CUDA_LACKS="83")
+    for size in (0, -1, "", "no", 1 << 63, None, 1.5, True):
+        with pytest.raises(InvalidRequest):
+            UnifiedBuffer(host, size)  # type: ignore[arg-type]
 
 
 # The page
