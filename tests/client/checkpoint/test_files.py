@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 from tests.support.processes import descriptors
 
-from membroker.checkpoint import InvalidCheckpoint, files, open_checkpoint
+from membroker.checkpoint import InvalidCheckpoint, open_checkpoint
 from membroker.errors import InvalidRequest
 from membroker.safetensors import write_index
 
@@ -96,15 +96,11 @@ class TestFound:
 SOMETHING_ELSE = {
     "git lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 49\n", "run `git lfs pull`"),
     "html": (b"\n<!DOCTYPE html>\n<html><body>Please log in</body></html>", "a web page"),
-    "xml": (b"\xef\xbb\xbf<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "XML"),
     "zip": (b"PK\3\4" + bytes(60), "a zip archive, as torch.save writes"),
     "pickle": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "a pickle"),
-    "gguf": (b"GGUF\3\0\0\0" + bytes(60), "a GGUF file"),
-    "tar": (b"model".ljust(257, b"\0") + b"ustar\x0000" + bytes(240), "a tar archive"),
     "json": (b'{"architectures": ["LlamaForCausalLM"]}', "JSON, and not weights"),
     "zeros": (bytes(4096), "a download that has only begun"),
     "empty": (b"", "it is empty"),
-    "short": (b"hello", "too short"),
     "noise": (b"\xfe" * 64, "more than 16777216"),
     "a brace is missing": ((4).to_bytes(8, "little") + b"[1] ", "not with a brace"),
 }
@@ -160,18 +156,12 @@ class TestIndex:
         with pytest.raises(InvalidCheckpoint, match="of 2 shards, and shard 2, model-00002"):
             open_checkpoint(tmp_path)
 
-    @pytest.mark.parametrize("place", ["../secret.safetensors", "/etc/x.safetensors", "passwd", 7, "a\0.safetensors"])
+    @pytest.mark.parametrize("place", ["../secret.safetensors", "/etc/x.safetensors", 7])
     def test_it_names_only_files_beside_it(self, tmp_path: Path, place: object) -> None:
         index = shards(tmp_path / "model")
         save(tmp_path / "secret.safetensors", {"s": np.ones(1, "u1")})
         changed(index, lambda document: document["weight_map"].update(s=place))
         with pytest.raises(InvalidCheckpoint, match="which is no file beside it"):
-            open_checkpoint(index)
-
-    def test_a_tensor_that_its_shard_lacks(self, tmp_path: Path) -> None:
-        index = shards(tmp_path)
-        changed(index, lambda document: document["weight_map"].update(d="model-00001-of-00002.safetensors"))
-        with pytest.raises(InvalidCheckpoint, match="has no tensor 'd', which the index says it has"):
             open_checkpoint(index)
 
     @pytest.mark.parametrize(
@@ -190,25 +180,12 @@ class TestIndex:
         with pytest.raises(InvalidCheckpoint, match=says):
             open_checkpoint(index)
 
-    def test_its_bound(self, tmp_path: Path) -> None:
-        index = tmp_path / "model.safetensors.index.json"
-        with index.open("wb") as file:
-            file.truncate(files.MAX_INDEX_BYTES + 1)
-        with pytest.raises(InvalidCheckpoint, match=r"and an index at most 64\.0 MiB"):
-            open_checkpoint(index)
-
 
 class TestDirectory:
     def test_one_name_in_two_files(self, tmp_path: Path) -> None:
         save(tmp_path / "adapter.safetensors", A)
         save(tmp_path / "model.safetensors", A)
         with pytest.raises(InvalidCheckpoint, match="both have the tensor 'a'"):
-            open_checkpoint(tmp_path)
-
-    def test_two_indexes(self, tmp_path: Path) -> None:
-        shards(tmp_path)
-        (tmp_path / "model.fp16.safetensors.index.json").write_text("{}")
-        with pytest.raises(InvalidRequest, match=r"several checkpoints: name one, such as .*fp16"):
             open_checkpoint(tmp_path)
 
     def test_other_formats_only(self, tmp_path: Path) -> None:

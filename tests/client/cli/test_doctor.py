@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +13,6 @@ from tests.support.daemons import until
 from tests.support.processes import descriptors
 
 from membroker.cli import doctor
-from membroker.cli import main as cli
 from membroker.vmm.driver import DriverError, DriverUnavailable
 from membroker.wire.sessions import descriptors_for, sessions_for
 
@@ -37,13 +33,9 @@ def test_a_limit_that_is_too_low_has_advice() -> None:
     for check, status in [
         (doctor.check_python((3, 11, 0)), "ok"),
         (doctor.check_python((3, 10, 14)), "fail"),
-        (doctor.check_descriptors(1_048_576), "ok"),
         (doctor.check_descriptors(1024), "warn"),
         (doctor.check_descriptors(129), "fail"),
-        (doctor.check_mappings(65_530), "ok"),
         (doctor.check_mappings(1000), "warn"),
-        (doctor.check_inotify(65_536, 128), "ok"),
-        (doctor.check_inotify(1000, 128), "warn"),
         (doctor.check_inotify(65_536, 1), "warn"),
     ]:
         assert check.status == status
@@ -81,28 +73,6 @@ def test_another_users_runtime_directory_fails() -> None:
         assert doctor.check_broker(None, env).found.startswith("no broker was found under")
 
 
-def test_users_that_are_not_mapped_are_a_warning() -> None:
-    """In `unshare -Ur` the broker would take them all for one."""
-    code = "from membroker.cli import doctor; print(doctor.check_users().status, doctor.check_users().found)"
-    said = subprocess.run(["unshare", "-Ur", sys.executable, "-c", code], capture_output=True, text=True)
-    if said.returncode:
-        pytest.skip(f"this machine allows no user namespace: {said.stderr}")
-    assert said.stdout.startswith("warn this user namespace does not map every user")
-    assert doctor.check_users().status == "ok" or "does not map" in doctor.check_users().found
-
-
-def test_an_older_kernel_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many fleets run 5.14: the broker falls back, and the doctor says on what."""
-    for option, look, advice in (
-        ("SO_PEERPIDFD", doctor.check_peers, "Linux 6.5"),
-        ("SO_PASSRIGHTS", doctor.check_passed_files, "Linux 6.16"),
-    ):
-        monkeypatch.setattr(doctor, option, 9_999)
-        check = look()
-        assert check.status == "warn"
-        assert advice in check.advice
-
-
 def test_no_gpu_is_no_fault_and_an_unusable_one_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(kind: str) -> None:
         raise DriverUnavailable("cuInit", "CUDA_ERROR_NO_DEVICE", 100)
@@ -123,23 +93,17 @@ def test_no_gpu_is_no_fault_and_an_unusable_one_is_a_warning(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("version", "uuid", "place", "status", "says"),
+    ("version", "status", "says"),
     [
-        ("580.159.04", "GPU-1", "host", "ok", "driver 580.159.04 on x86_64 can suspend processes of this user: "),
-        ("580.159.04", "GPU-1", "container", "ok", "only if it has the host's pids (--pid=host)"),
-        ("565.57.01", "GPU-1", "host", "warn", "needs --no-sleep here: it needs NVIDIA's driver 570 or later"),
-        ("580.159.04", "GPU-1", "MPS", "warn", "nobody has tried it with MPS"),
+        ("580.159.04", "ok", "driver 580.159.04 on x86_64 can suspend processes of this user: "),
+        ("565.57.01", "warn", "needs --no-sleep here: it needs NVIDIA's driver 570 or later"),
     ],
 )
 def test_whether_any_program_can_be_put_to_sleep(
-    version: str, uuid: str, place: str, status: str, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    version: str, status: str, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    control = tmp_path / "control"
-    if place == "MPS":
-        control.touch()
-    monkeypatch.setattr(doctor, "MPS_CONTROL", control)
-    monkeypatch.setattr(doctor, "has_pids_of_machine", lambda: place != "container")
-    device = SimpleNamespace(driver_version=version, uuid=uuid)
+    monkeypatch.setattr(doctor, "MPS_CONTROL", tmp_path / "control")
+    device = SimpleNamespace(driver_version=version, uuid="GPU-1")
     monkeypatch.setattr(doctor, "open_driver", lambda kind: SimpleNamespace(device=device, close=lambda: None))
     monkeypatch.setattr(doctor, "load_bindings", lambda: SimpleNamespace(cuCheckpointProcessLock=None))
     monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
@@ -147,13 +111,6 @@ def test_whether_any_program_can_be_put_to_sleep(
     check = doctor.check_guests()
     assert check.status == status
     assert says in f"{check.found} {check.advice}"
-
-
-def test_missing_packages_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "grpc_health" else object())
-    check = doctor.check_packages()
-    assert (check.status, check.found) == ("fail", "missing: grpcio-health-checking")
-    assert check.advice == "pip install 'membroker[broker]'"  # pip takes the extra from what is installed
 
 
 def test_what_cannot_be_looked_at_is_a_failure_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,18 +132,3 @@ def test_what_cannot_be_looked_at_is_a_failure_not_a_crash(monkeypatch: pytest.M
     ):
         assert (checks[name].status, said in checks[name].found) == ("fail", True)
     assert len(checks) == 19
-
-
-def test_another_system_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    (check,) = doctor.examine(None)
-    assert check.status == "fail"
-
-
-def test_an_endpoint_that_was_named_and_cannot_be_entered_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["doctor", "--endpoint", str(tmp_path / "tenants" / "acme")]) == 1
-    out = capsys.readouterr().out
-    assert "fail  broker: " in out
-    assert all(line.startswith(("ok  ", "warn", "fail", "      ")) for line in out.splitlines())

@@ -16,7 +16,7 @@ from tests.support.sizes import MIB
 
 import membroker
 import membroker.testing
-from membroker.testing import LocalBroker, local_broker
+from membroker.testing import LocalBroker
 
 ROOT = Path(__file__).parents[3]
 
@@ -75,18 +75,6 @@ def test_a_recall_comes_and_is_answered(broker: LocalBroker) -> None:
                 assert pool.physical_usage_bytes == left * MIB
             assert [recall.size for recall in recalls] == [8 * MIB, 8 * MIB]
             assert broker.device().locations["device"].lent_bytes == 16 * MIB, "the other tenant has left all"
-
-
-def test_a_recall_that_nobody_answers_ends(broker: LocalBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_broker, "_RECALL_SECONDS", 0.0)
-    with (
-        membroker.connect() as client,
-        client.model("chat").allocate("32MiB"),
-        pytest.raises(membroker.OutOfMemory),
-    ):
-        broker.recall_now(8 * MIB).result(DEADLINE_SECONDS)
-    with pytest.raises(membroker.InvalidRequest, match="moon"):
-        broker.recall_now(1, "moon")
 
 
 def test_it_dies_and_the_program_goes_on() -> None:
