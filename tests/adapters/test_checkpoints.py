@@ -15,7 +15,6 @@ from tests.support.tensors import bytes_of
 import membroker
 from membroker import segment as segments
 from membroker.checkpoint import publish_arrays
-from membroker.safetensors import segment_size
 
 pytestmark = pytest.mark.shared_daemon
 
@@ -24,16 +23,6 @@ class TestTorch:
     @pytest.fixture(autouse=True)
     def torch(self) -> Any:
         return pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
-
-    def test_what_torch_does_not_have_is_named(self, client: membroker.Client, model: membroker.Model) -> None:
-        tensors = {"packed": ("F6_E2M3", (4,))}
-        with model.create_segment("weights", segment_size(tensors)) as segment:
-            segment.lay_out(tensors)
-            segment.seal()
-            with pytest.raises(membroker.InvalidRequest, match="packed is of F6_E2M3"):
-                segment.tensors("torch")
-            with pytest.raises(membroker.InvalidRequest, match="raw is for NumPy"):
-                segment.tensors("torch", raw=True)
 
     def test_tensors_are_written(self, client: membroker.Client, model: membroker.Model, torch: Any) -> None:
         """Of any dtype and any strides, also those that have no buffer in Python."""

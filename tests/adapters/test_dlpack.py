@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import threading
-import tracemalloc
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -61,22 +59,15 @@ class TestBytes:
         with pytest.raises(ClosedError):
             export(buffer, (4,), "U8")
 
-    @pytest.mark.parametrize(("dtype", "name"), list(NUMPYS.items()))
     @frameworks
-    def test_every_dtype_that_numpy_has(self, model: Model, by: str, dtype: str, name: str) -> None:
+    def test_every_dtype_that_numpy_has(self, model: Model, by: str) -> None:
         with model.allocate("1MiB") as buffer:
-            array = consume(export(buffer, (2, 3), dtype), by)
-            assert str(array.dtype).removeprefix("torch.") == name
-            array.reshape(-1)[1:2] = 1
-            assert bytes(np.asarray(array).tobytes()) == bytes(buffer.view()[: 6 * array.itemsize])
-            del array
-
-    def test_dtypes_that_torch_has_beyond_numpys(self, model: Model, torch: Any) -> None:
-        names = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
-        names |= {"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz"}
-        with model.allocate("1MiB") as buffer:
-            found = {word: torch.from_dlpack(export(buffer, (4,), word)).dtype for word in names}
-        assert found == {word: getattr(torch, name) for word, name in names.items()}
+            for dtype, name in NUMPYS.items():
+                array = consume(export(buffer, (2, 3), dtype), by)
+                assert str(array.dtype).removeprefix("torch.") == name
+                array.reshape(-1)[1:2] = 1
+                assert bytes(np.asarray(array).tobytes()) == bytes(buffer.view()[: 6 * array.itemsize])
+                del array
 
     def test_a_range_of_a_pool(self, model: Model, torch: Any) -> None:
         """A cache in a pool: only what is backed can be exported, and what is exported cannot be freed."""
@@ -96,49 +87,16 @@ class TestBytes:
             pool.free(PAGE, 2 * PAGE)
 
 
-class TestGrowing:
-    def test_the_books_follow(self, daemon: Daemon) -> None:
-        """The broker has lent what the figures of the library say, and refuses with numbers."""
-        with membroker.connect(str(daemon.endpoint())) as client:
-            model = client.model("small", limit="16MiB", virtual_capacity="1GiB")
-            table = model.sparse_array((1_000_000, 512), "F32")
-            with table, model.growable_buffer("3MiB", "1GiB", PAGE) as buffer:
-                table.write(1023, bytes(2 * 2048))
-                assert (buffer.physical_usage_bytes, table.physical_usage_bytes) == (2 * PAGE, 2 * PAGE)
-                assert model.stats().books["device"].used_bytes == daemon.books().lent_bytes == 4 * PAGE
-                with pytest.raises(membroker.OutOfMemory) as refused:
-                    buffer.resize(7 * PAGE)
-                assert (refused.value.level, refused.value.available_bytes) == ("model", 4 * PAGE)
-                with pytest.raises(membroker.OutOfMemory):
-                    table.back(*range(10, 15))
-                assert (buffer.size, table.tiles()) == (3 * MIB, [0, 1])
-                buffer.resize(6 * PAGE)
-                table.drop(1)
-                assert model.stats().books["device"].used_bytes == 7 * PAGE
-
-
 class TestRefused:
-    @pytest.mark.parametrize(
-        ("dtype", "shape", "offset"),
-        [
-            ("F32", (MIB,), 0),
-            ("F32", (1,), -4),
-            ("U8", (1,), MIB),
-            ("F32", (1,), 2),
-            ("F4", (2,), 0),
-            ("F32", (-1,), 0),
-            ("F32", (1.0,), 0),
-            ("F32", (1 << 62, 1 << 62), 0),
-            ("F32", (0, 1 << 62), 0),
-            ("U8", (1,) * 33, 0),
-        ],
-    )
-    def test_what_does_not_lie_in_the_buffer(
-        self, model: Model, dtype: str, shape: tuple[int, ...], offset: int
-    ) -> None:
+    @pytest.mark.parametrize("shape", [(MIB,), (-1,), (1.0,), (1 << 62, 1 << 62), (0, 1 << 62), (1,) * 33])
+    def test_what_does_not_lie_in_the_buffer(self, model: Model, shape: tuple[int, ...]) -> None:
         """A layout that was computed wrong is told so before a kernel runs over its neighbour."""
-        with model.allocate("1MiB") as buffer, pytest.raises(InvalidRequest):
-            export(buffer, shape, dtype, offset)
+        with model.allocate("1MiB") as buffer:
+            with pytest.raises(InvalidRequest):
+                export(buffer, shape, "F32")
+            for dtype, offset in (("F32", -4), ("U8", MIB), ("F32", 2), ("F4", 0)):
+                with pytest.raises(InvalidRequest):
+                    export(buffer, (1,), dtype, offset)
 
     def test_another_device_a_copy_a_stream(self, model: Model) -> None:
         with model.allocate("1MiB") as buffer:
@@ -209,19 +167,15 @@ class TestLives:
         until(lambda: daemon.books().lent_bytes == 0)
 
     @frameworks
-    @pytest.mark.parametrize("closes", [False, True])
-    def test_a_tensor_keeps_a_buffer_that_nobody_else_knows(self, daemon: Daemon, by: str, closes: bool) -> None:
+    def test_a_tensor_keeps_a_buffer_that_nobody_else_knows(self, daemon: Daemon, by: str) -> None:
         """Also when its client was closed."""
-        client = membroker.connect(str(daemon.endpoint()))
-        array = consume(export(client.model("short").allocate(PAGE), (PAGE,), "U8"), by)
-        if closes:
-            client.close()
+        with membroker.connect(str(daemon.endpoint())) as client:
+            array = consume(export(client.model("short").allocate(PAGE), (PAGE,), "U8"), by)
         collect()
         array[:3] = 5
         assert daemon.books().lent_bytes == PAGE
         del array
         until(lambda: daemon.books().lent_bytes == 0)
-        client.close()
 
     @pytest.mark.parametrize("version", [None, (0, 8), (1, 0), (2, 0)])
     def test_a_capsule_that_nobody_consumes(
@@ -232,20 +186,6 @@ class TestLives:
         buffer.close()
         assert daemon.books().lent_bytes == PAGE
         del capsule
-        until(lambda: daemon.books().lent_bytes == 0)
-
-    @frameworks
-    def test_the_last_tensor_dies_in_another_thread(self, daemon: Daemon, model: Model, by: str) -> None:
-        """An engine's worker drops its tensors wherever it ends, while other threads use the client."""
-        buffer = model.allocate(PAGE)
-        arrays = [consume(export(buffer, (16,), "U8", offset=16 * i), by) for i in range(32)]
-        buffer.close()
-        threads = [threading.Thread(target=lambda: arrays.pop() is None) for _ in range(32)]
-        for thread in threads:
-            thread.start()
-        model.stats()
-        for thread in threads:
-            thread.join()
         until(lambda: daemon.books().lent_bytes == 0)
 
     @pytest.mark.parametrize("by", ["numpy", "torch", "nobody"])
@@ -260,30 +200,6 @@ class TestLives:
             with pytest.raises(ZeroDivisionError):
                 print(make(tensor), 1 / 0)
             del tensor
-
-    @pytest.mark.deep
-    @frameworks
-    def test_ten_thousand_exports_leave_nothing(self, model: Model, by: str) -> None:
-        with model.allocate("1MiB") as buffer:
-
-            def export_some(count: int) -> None:
-                for number in range(count):
-                    consume(export(buffer, (number % 97 + 1, 3), "F32", offset=4 * (number % 89)), by)
-
-            export_some(1000)
-            collect()
-            tracemalloc.start()
-            try:
-                export_some(1000)
-                collect()
-                before = tracemalloc.get_traced_memory()[0]
-                export_some(10_000)
-                collect()
-                grown = tracemalloc.get_traced_memory()[0] - before
-            finally:
-                tracemalloc.stop()
-            assert grown < 20_000, f"10,000 exports left {grown} bytes"
-            assert not buffer._holding.views.any()
 
 
 @pytest.mark.deep

@@ -46,7 +46,6 @@ class Torch:
         self.allocate: Any = None
         self.tables: dict[tuple[int, int], Table] = {}
         self.routed: list[tuple[int, int]] = []
-        self.deferred: set[int] = set()
         self.OutOfMemoryError = torch.OutOfMemoryError
         self._C = SimpleNamespace(
             _cuda_beginAllocateToPool=self.begin,
@@ -94,14 +93,9 @@ class Torch:
 
     def free(self, address: int) -> None:
         (table,) = (table for table in self.tables.values() if address in table.segments)
-        if address not in self.deferred:
-            table.cached.add(address)
+        table.cached.add(address)
 
     def empty_cache(self) -> None:
-        if not self.routed:
-            for address in list(self.deferred):
-                self.deferred.remove(address)
-                self.free(address)
         for name, table in list(self.tables.items()):
             if table.uses == 0:
                 for address in table.cached:
@@ -112,14 +106,8 @@ class Torch:
                     del self.tables[name]
 
     def snapshot(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "address": address,
-                "blocks": [{"state": "active_pending_free" if address in self.deferred else "active_allocated"}],
-            }
-            for table in self.tables.values()
-            for address in table.segments
-        ]
+        blocks = [{"state": "active_allocated"}]
+        return [{"address": at, "blocks": blocks} for table in self.tables.values() for at in table.segments]
 
 
 @pytest.fixture
@@ -171,54 +159,6 @@ def test_what_is_needed_is_refused(memory: Any, fake: Torch) -> None:
     assert "may hold 16.0 MiB" in caught.value.__notes__[0]
     assert (memory.refusals, memory.reclaimed_bytes) == (1, 0)
     fake.free(addresses[0])
-
-
-@pytest.mark.parametrize("waiting", [False, True], ids=["the pool stays", "a new pool each time"])
-def test_trim_amid_an_allocation(memory: Any, fake: Torch, waiting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread trims, again and again, while this one is borrowing: torch still has the pool's table."""
-    monkeypatch.setattr(memories, "_GRACE_SECONDS", 600.0)
-    lend = fake.allocate
-    trimmed: list[int] = []
-
-    def allocate(*arguments: Any) -> Any:
-        fake.allocate = lend
-        for address in passed:
-            if waiting:
-                fake.deferred.add(address)
-            else:
-                fake.free(address)
-            thread = threading.Thread(target=lambda: trimmed.append(memory.trim()))
-            thread.start()
-            thread.join()
-        return lend(*arguments)
-
-    with memory.use():
-        passed = [fake.malloc(2 * MIB) for _ in range(3)]
-        fake.allocate = allocate
-        fake.free(fake.malloc(6 * MIB))
-    assert trimmed == [2 * MIB] * 3
-
-
-def test_a_retired_pool_ends(memory: Any, fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that trims in each of many blocks keeps no more than the last pool of it."""
-    monkeypatch.setattr(memories, "_GRACE_SECONDS", -1.0)
-    for _ in range(8):
-        with memory.use():
-            fake.free(fake.malloc(4 * MIB))
-            memory.trim()
-        assert memory.lent_bytes == 0
-        assert not fake.tables
-
-
-def test_trim_frees_what_a_second_stream_used(memory: Any, fake: Torch) -> None:
-    """torch frees those while nothing is routed, so `trim` stops the routing for a moment."""
-    with memory.use():
-        address = fake.malloc(12 * MIB)
-        fake.deferred.add(address)
-        with pytest.raises(torch.OutOfMemoryError):
-            fake.malloc(10 * MIB)
-        assert memory.trim() >= 12 * MIB
-        fake.free(fake.malloc(10 * MIB))
 
 
 def recall(memory: Any, size: int, seconds: float = 30.0) -> None:
