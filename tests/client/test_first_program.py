@@ -32,10 +32,3 @@ def test_the_bytes_that_were_asked_for_and_the_rounding(attempt: Callable[[Virtu
         assert numbers == (20 * MIB, 64 * MIB, 32 * MIB)
         copy = pickle.loads(pickle.dumps(caught.value))
         assert (str(copy), copy.asked_bytes) == (str(caught.value), 20 * MIB)
-
-
-def test_what_needed_no_rounding_is_told_as_it_is() -> None:
-    with membroker.LocalSource("host", limit="6MiB") as source, pytest.raises(OutOfMemory) as caught:
-        membroker.Buffer(source, "8MiB")
-    assert str(caught.value) == "the capacity of 6.0 MiB has 6.0 MiB left: 8.0 MiB more do not fit"
-    assert caught.value.asked_bytes == caught.value.requested_bytes == 8 * MIB

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from tests.support.ext_modules import check_names, listed, used_names
 
 import membroker
@@ -74,11 +73,6 @@ def test_every_public_name_is_there() -> None:
 
 def test_the_type_checker_sees_what_is_imported() -> None:
     check_names(ext, ROOT)
-
-
-def test_there_is_no_other_name() -> None:
-    with pytest.raises(ImportError, match="Session"):
-        exec("from membroker.ext import Session")
 
 
 def test_each_name_is_used_by_an_extension() -> None:

@@ -34,11 +34,6 @@ def test_no_file_of_the_library_touches_a_signal() -> None:
 
 
 class TestUninterrupted:
-    def test_the_work_runs_elsewhere_and_its_result_comes_back(self) -> None:
-        assert uninterrupted(threading.current_thread) is not threading.main_thread()
-        with pytest.raises(ZeroDivisionError):
-            uninterrupted(lambda: 1 // 0)
-
     def test_an_interrupt_stops_the_work_between_two_steps(self) -> None:
         steps: list[int] = []
 
@@ -128,12 +123,6 @@ class Used:
 
 
 class TestOperation:
-    def test_complete(self) -> None:
-        used = Used()
-        with Operation(used) as operation:
-            operation.ends.append(lambda: used.told.append("end"))
-        assert used.told == ["begin", "end", "finish"]
-
     @pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()])
     def test_a_failure_is_undone_last_step_first(self, error: BaseException) -> None:
         """The connection is dropped after an interrupt only, and last of all: the session states the truth."""

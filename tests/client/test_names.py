@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import re
-from collections import Counter
 from pathlib import Path
 
 from membroker.wire import names
@@ -50,27 +47,3 @@ def test_sessions() -> None:
     assert names.parse_session(names.session_name(0x1C0000000001)) == 0x1C0000000001
     for wrong in ("1c0000000001", "sessions/", "sessions/1C", "sessions/1c\n", "sessions/" + "1" * 17):
         assert names.parse_session(wrong) is None
-
-
-def test_the_grammar_is_written_once() -> None:
-    """A second copy would be forgotten when one of them changes."""
-    copies = re.compile(
-        r"\[(?:a-z0-9|A-Za-z0-9_)\]\[[A-Za-z0-9._-]+\]\{|membroker-token\"|status-details-bin\"|= 107\b"
-    )
-    found = {
-        path.relative_to(ROOT).as_posix()
-        for folder in ("client", "broker")
-        for path in (ROOT / folder).rglob("*.py")
-        if copies.search(path.read_text()) and path.parent.name != "v1"
-    }
-    assert found == {"client/membroker/wire/names.py"}
-
-
-def test_a_class_has_a_name_of_its_own() -> None:
-    """A reader finds a class of the library or the daemon by its name alone."""
-    files = [path for folder in ("client", "broker") for path in (ROOT / folder).rglob("*.py")]
-    statements = [
-        statement for path in files if "_pb2" not in path.name for statement in ast.parse(path.read_text()).body
-    ]
-    classes = Counter(statement.name for statement in statements if isinstance(statement, ast.ClassDef))
-    assert [name for name, count in classes.items() if count > 1] == []

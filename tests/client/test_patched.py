@@ -50,9 +50,9 @@ def broker() -> Iterator[Daemon]:
         yield daemon
 
 
-def run(daemon: Daemon, before: str, work: str = WORK) -> str:
+def run(daemon: Daemon, before: str) -> str:
     """Run a program that begins with `before`, and return what it prints, or its last line of an error."""
-    code = f"import sys\nENDPOINT = {str(daemon.endpoint())!r}\n{before}\n{work}"
+    code = f"import sys\nENDPOINT = {str(daemon.endpoint())!r}\n{before}\n{WORK}"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_SECONDS)
     return (done.stdout if done.returncode == 0 else done.stderr).strip().rpartition("\n")[2]

@@ -60,17 +60,6 @@ def test_what_failed_half_way_counts_nothing(lender: Lender) -> None:
     assert one.peak_bytes == 3 * PAGE
 
 
-def test_work_in_another_thread_has_the_lines_that_wait_for_it(pool: VirtualMemoryPool) -> None:
-    """As a segment's, and a pool's that is moved to the host: the main thread waits meanwhile."""
-    pool.allocate(0, PAGE)
-    with record() as one:
-        pool.offload()
-    assert [(event.what, event.size, event.stack[0]) for event in one.events()] == [
-        ("pool", -PAGE, "VirtualMemoryPool.offload")
-    ]
-    assert __file__ in one.events()[0].stack[1]
-
-
 def test_it_forgets_the_oldest(pool: VirtualMemoryPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A server may be recorded for days. The totals stay right."""
     monkeypatch.setattr(recording, "MOST_EVENTS", 3)

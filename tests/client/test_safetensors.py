@@ -29,7 +29,6 @@ from membroker.safetensors import (
     read_index,
     write_index,
 )
-from membroker.views import Views
 
 NUMPY_DTYPES = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "I16": "i2", "U16": "u2", "F16": "f2", "I32": "i4", "U32": "u4", "F32": "f4",
@@ -110,7 +109,7 @@ def without_gaps(names: Iterable[str]) -> set[str]:
     return {name for name in names if not re.fullmatch("![0-9]+", name)}
 
 
-@pytest.mark.parametrize("alignment", [None, 8, 256, 4096])
+@pytest.mark.parametrize("alignment", [None, 256])
 def test_what_we_wrote(alignment: int | None) -> None:
     """The reference reads our header and the data behind it; each tensor begins at a multiple of its element, or of
     the alignment, also after tensors of odd sizes and before empty ones.
@@ -132,7 +131,7 @@ def test_what_we_wrote(alignment: int | None) -> None:
     assert read_index(bytes(image)) == index
 
 
-@pytest.mark.parametrize("metadata", [None, {}, {"only": 'one "\n\x01'}])
+@pytest.mark.parametrize("metadata", [None, {"only": 'one "\n\x01'}])
 def test_our_header_is_the_references_byte_for_byte(metadata: dict[str, str] | None) -> None:
     """Whoever hashes images finds the same. (The reference writes several metadata in an order of chance.)"""
     arrays = some_arrays()
@@ -150,20 +149,6 @@ def test_every_dtype_of_the_reference(dtype: str) -> None:
     assert (name, found["dtype"], found["shape"], len(found["data"])) == ("x", dtype, [2, 4], ALL_BITS[dtype])
 
 
-def test_no_dtype_is_missing() -> None:
-    """The reference itself tells which it knows, in the error for one that it does not."""
-    with pytest.raises(safetensors.SafetensorError) as refused:
-        safetensors.deserialize(image_of({"x": entry("NOPE")}, 2))
-    known = str(refused.value).partition("expected one of ")[2].split(" at line")[0]
-    assert {word.strip(" `") for word in known.split(",")} <= ALL_BITS.keys()
-
-
-def test_in_the_order_of_their_bytes() -> None:
-    """A header may name its tensors in any order; an empty one stands before the one that begins where it does."""
-    document = {"b": entry(offsets=(2, 4)), "a": entry(), "e": entry(shape=[0], offsets=(2, 2))}
-    assert list(read_index(image_of(document, 4))) == ["a", "e", "b"]
-
-
 # --- arrays ---
 
 
@@ -174,21 +159,11 @@ def test_no_copy() -> None:
     mine, yours = (numpy_array(memoryview(memory), index["x"]) for _ in range(2))
     assert np.shares_memory(mine, yours)
     mine[1, 2] = 2.5
+    assert not numpy_array(memoryview(memory).toreadonly(), index["x"]).flags.writeable
     assert yours[1, 2] == 2.5
     assert memory[index["x"].offset :][20:24] == np.float32(2.5).tobytes()
     numpy_array(memoryview(memory), index["y"])[...] = -1
     assert memory[index["y"].offset :][:8] == b"\xff" * 8
-
-
-def test_writable_as_the_view_is() -> None:
-    header, index = write_index({"x": ("F32", (2,)), "e": ("F32", (0,))})
-    memory = bytearray(header + bytes(8))
-    for name in index:
-        assert numpy_array(memoryview(memory), index[name]).flags.writeable
-        readonly = numpy_array(memoryview(memory).toreadonly(), index[name])
-        assert not readonly.flags.writeable
-    with pytest.raises(ValueError, match="read-only"):
-        numpy_array(memoryview(memory).toreadonly(), index["x"])[0] = 1
 
 
 def test_unaligned() -> None:
@@ -203,34 +178,7 @@ def test_unaligned() -> None:
     assert numpy_array(memoryview(image), index["b"], raw=True).dtype == np.float32, "raw is for dtypes beyond NumPy's"
 
 
-def test_an_array_keeps_the_memory() -> None:
-    """The segment's addresses are given back when no view of them is alive: an array is one, and so is a part of it."""
-
-    class Watch:
-        def gone(self) -> None: ...
-
-    header, index = write_index({"x": ("F32", (4,))})
-    memory, watch = bytearray(header + bytes(16)), Watch()
-    views = Views(watch, Watch.gone)
-    array = numpy_array(views.make(self := object(), np.frombuffer(memory, "u1").ctypes.data, len(memory)), index["x"])[
-        1:
-    ]
-    assert self is not None
-    assert views.any()
-    del array
-    assert not views.any()
-
-
-def test_a_refused_view_can_be_released() -> None:
-    """Whoever opened a segment that is none closes it again, while the error is still in his hands."""
-    memory = bytearray(b"x" * 100)
-    with pytest.raises(InvalidTensorIndex) as refused, memoryview(memory) as view:
-        read_index(view)
-    memory.clear()
-    assert refused.value
-
-
-@pytest.mark.parametrize("dtype", EXTENSIONS)
+@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3"])
 def test_raw(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without ml_dtypes BF16 and F8 are refused, with the way out; raw gives their bits, writable."""
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
@@ -260,23 +208,20 @@ def test_ml_dtypes(dtype: str, name: str) -> None:
     assert numpy_array(memoryview(memory), index["x"], raw=True).dtype.kind == "u"
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6)])
-def test_packed(dtype: str, size: int) -> None:
-    header, index = write_index({"x": (dtype, (2, 4))})
+def test_packed() -> None:
+    header, index = write_index({"x": ("F6_E2M3", (2, 4))})
     memory = memoryview(header.ljust(index.size, b"\x11"))
-    with pytest.raises(InvalidRequest, match=f"no packed {dtype}: raw=True"):
+    with pytest.raises(InvalidRequest, match="no packed F6_E2M3: raw=True"):
         numpy_array(memory, index["x"])
-    assert numpy_array(memory, index["x"], raw=True).tolist() == [0x11] * size
+    assert numpy_array(memory, index["x"], raw=True).tolist() == [0x11] * 6
 
 
 @pytest.mark.parametrize(
     ("info", "words"),
     [
         (TensorInfo("x", "U8", (4,), 13, 4), "4 bytes from byte 13; there are 16"),
-        (TensorInfo("x", "U8", (4,), -1, 4), "from byte -1"),
         (TensorInfo("x", "F32", (4,), 0, 4), "do not match its dtype and shape"),
         (TensorInfo("x", "NOPE", (4,), 0, 4), "dtype 'NOPE'"),
-        (TensorInfo("x", "U8", (1,) * 100, 0, 1), "cannot be a NumPy array"),
     ],
 )
 def test_an_info_of_something_else(info: TensorInfo, words: str) -> None:
@@ -287,37 +232,27 @@ def test_an_info_of_something_else(info: TensorInfo, words: str) -> None:
 
 # --- what is refused ---
 
-DEEP = b'{"x":' + b"[" * 100_000
 HUGE = (1 << 63) - 1
 REFUSED: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "0 bytes are too short"),
     "fresh memory": (bytes(4096), "length is 0: no index was written here"),
     "a length above the bound": ((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}", "100000001 bytes, more than"),
     "a length beyond the view": ((3).to_bytes(8, "little") + b"{}", "3 bytes, of which 2 are there"),
-    "a list": (image_of(b"[]"), r"begins with b'\['"),
     "no UTF-8": (image_of(b'{"\xff":0}'), "not UTF-8: invalid start byte at byte 10"),
     "no JSON": (image_of(b'{"x":}'), "not JSON: Expecting value, at its character 5"),
-    "something behind it": (image_of(b"{}{}"), "not JSON: Extra data"),
-    "deep lists": (image_of(DEEP), "nested too deeply"),
-    "deep objects": (image_of(b'{"x":' * 100_000), "nested too deeply"),
+    "deep lists": (image_of(b'{"x":' + b"[" * 100_000), "nested too deeply"),
     "a name twice": (image_of(b'{"x":1,"y":2,"x":1}'), "name 'x' 2 times"),
-    "an escaped name twice": (image_of(b'{"a":1,"\\u0061":2}'), "name 'a' 2 times"),
     "metadata of numbers": (image_of({"__metadata__": {"a": 1}}), "__metadata__ must be an object of text"),
     "half a pair in a name": (image_of({"\udc00": entry()}, 2), "half a surrogate pair"),
     "an entry that is a list": (image_of({"x": ["U8", [2], [0, 2]]}, 2), "'x' must have exactly"),
-    "a field too many": (image_of({"x": {**entry(), "more": 1}}, 2), "'x' must have exactly"),
     "an unknown dtype": (image_of({"x": entry("C128")}, 2), "'x' has the dtype 'C128'"),
     "a dimension of true": (image_of({"x": entry(shape=[True, 2])}, 2), r"'x' has the shape \[True, 2\]"),
     "a fraction": (image_of({"x": entry(shape=[2.0])}, 2), "the number '2.0'"),
-    "not a number": (image_of(b'{"x":{"shape":[NaN]}}'), "the number 'NaN'"),
     "a negative dimension": (image_of({"x": entry(shape=[-2])}, 2), r"'x' has the shape \[-2\]"),
-    "negative zero": (image_of(b'{"x":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}'), "the number '-0'"),
     "a dimension of 2^63": (image_of({"x": entry(shape=[HUGE + 1])}, 2), "'x' has the shape"),
     "a number of 5000 digits": (image_of(b'{"x":{"shape":[' + b"9" * 5000 + b"]}}"), "the number '999"),
     "2^64 elements": (image_of({"x": entry(shape=[1 << 32, 1 << 32], offsets=[0, 0])}), "more than 2\\^63-1 bytes"),
-    "2^63 bytes": (image_of({"x": entry("F64", [1 << 60], [0, 0])}), "more than 2\\^63-1 bytes"),
     "a nibble too few": (image_of({"x": entry("F4", [3], [0, 2])}, 2), "12 bits, packed"),
-    "a negative offset": (image_of({"x": entry(offsets=[-2, 0])}, 2), "'x' has data_offsets"),
     "offsets backwards": (image_of({"x": entry(offsets=[2, 0])}, 2), "-2 bytes by its data_offsets"),
     "too few bytes": (image_of({"x": entry(offsets=[0, 1])}, 2), "1 bytes by .* 0 and 1, and 2 by .* U8 and shape"),
     "a hole first": (
@@ -326,7 +261,6 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     ),
     "a hole": (image_of({"x": entry(), "y": entry(offsets=[3, 5])}, 5), "'y' leaves a hole after 'x'"),
     "an overlap": (image_of({"x": entry(), "y": entry(offsets=[1, 3])}, 4), "'y' overlaps 'x'"),
-    "the same bytes": (image_of({"x": entry(), "y": entry()}, 4), "'y' overlaps 'x'"),
     "nothing inside another": (image_of({"x": entry(), "y": entry(shape=[0], offsets=[1, 1])}, 4), "overlaps 'x'"),
     "a byte beyond the view": (image_of({"x": entry()}, 1), r"'x' ends at byte 70; there are 69"),
 }
@@ -350,16 +284,6 @@ def test_a_long_name_in_a_short_message() -> None:
     assert len(str(refused.value)) < 2500
 
 
-def test_a_lower_bound() -> None:
-    header, _ = write_index({"x": ("U8", (0,))})
-    length = len(header) - 8
-    assert read_index(header, max_header_bytes=length)
-    with pytest.raises(InvalidTensorIndex, match=f"{length} .* {length - 1}"):
-        read_index(header, max_header_bytes=length - 1)
-    with pytest.raises(InvalidTensorIndex, match=" 100000000"):
-        read_index((MAX_HEADER_BYTES + 1).to_bytes(8, "little"), max_header_bytes=1 << 40)
-
-
 # The arguments are made in the test: a big header would be made at import, and a surrogate breaks the test's name.
 UNWRITABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "dtype": (lambda: write_index({"x": ("f4", (2,))}), "'x': 'f4' is not a dtype"),
@@ -369,9 +293,7 @@ UNWRITABLE: dict[str, tuple[Callable[[], Any], str]] = {
         "image would have more than",
     ),
     "packed": (lambda: write_index({"x": ("F4", (1,))}), "4 bits, packed"),
-    "metadata's name": (lambda: write_index({"__metadata__": ("U8", (1,))}), "cannot have the name '__metadata__'"),
     "a gap's name": (lambda: write_index({"!17": ("F32", (1,))}), "cannot have the name '!17'"),
-    "half a pair": (lambda: write_index({"\ud800": ("U8", (1,))}), "cannot have the name"),
     "metadata": (lambda: write_index({}, {"a": 1}), "metadata is text by text, not 1 by 'a'"),  # type: ignore[dict-item]
     "alignment of 4": (lambda: write_index({}, alignment=4), "power of two of at least 8 bytes, not 4"),
     "long header": (lambda: write_index({}, {"a": "x" * MAX_HEADER_BYTES}), "the format allows 100000000"),
@@ -386,20 +308,6 @@ def test_what_cannot_be_written(write: Callable[[], Any], words: str) -> None:
 
 # --- fuzz ---
 
-NUMBER = st.sampled_from([0, 1, 2, 3, 4, 8, 16, -1, 1 << 31, 1 << 62, 1 << 63, 1 << 64, True, 2.0, None, "2"])
-ENTRY = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from([*ALL_BITS, "C128", None]),
-        "shape": st.lists(NUMBER, max_size=3),
-        "data_offsets": st.lists(NUMBER, min_size=2, max_size=2) | st.lists(NUMBER, max_size=3),
-    },
-    optional={"more": NUMBER},
-)
-DOCUMENT = st.dictionaries(
-    st.sampled_from(["a", "b", "c", "__metadata__"]) | st.text(max_size=3),
-    ENTRY | st.dictionaries(st.text(max_size=3), st.text(max_size=3)) | NUMBER,
-    max_size=4,
-)
 SEEDS = [
     safetensors.numpy.save({"a": np.arange(3, dtype="f4"), "b": np.zeros((), "i8")}, {"k": "v"}),
     safetensors.numpy.save({"e": np.zeros((0, 2), "u2"), "u": np.arange(5, dtype="u1")}),
@@ -450,18 +358,6 @@ def test_bent_images() -> None:
     assert all(accepted_by_both(image) for image in SEEDS)
     lasting(fuzz)
     assert sum(seen) > len(seen) // 50, "nearly nothing was accepted: the fuzz tests the first lines only"
-
-
-@pytest.mark.deep
-def test_headers_of_any_numbers() -> None:
-    """Well-formed JSON with entries of any dtype, shape and offsets, before some bytes."""
-
-    @budget(1_000)
-    @given(DOCUMENT, st.integers(0, 64))
-    def fuzz(document: dict[str, Any], data: int) -> None:
-        accepted_by_both(image_of(document, data))
-
-    lasting(fuzz)
 
 
 def test_any_written_index_is_read() -> None:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.client.session.taking import take_leave
 from tests.support.daemons import DEADLINE_SECONDS, running, until
-from tests.support.fake_broker import Caller, PlayedBroker, buffer, drop_all, is_away, line, model, playing
+from tests.support.fake_broker import Caller, PlayedBroker, buffer, drop_all, is_away, line, model
 from tests.support.forks import in_a_child
 from tests.support.interrupts import interrupted_at
 from tests.support.processes import descriptors
 from tests.support.sizes import MIB, PAGE
 
 import membroker
-from membroker import LocalSource, VirtualMemoryPool
+from membroker import LocalSource
 from membroker.errors import ThreadLimit
 from membroker.threads import start_thread
 
@@ -47,12 +46,6 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
     found = Limit()
     monkeypatch.setattr(threading.Thread, "start", lambda thread: found.start(thread))
     return found
-
-
-@pytest.fixture
-def broker() -> Iterator[PlayedBroker]:
-    with playing() as one:
-        yield one
 
 
 def refused(work: Callable[[], Any]) -> ThreadLimit:
@@ -119,16 +112,6 @@ def test_a_source_without_a_broker(limit: Limit) -> None:
     assert descriptors() == before
 
 
-def test_a_pool_that_borrows_ahead(limit: Limit) -> None:
-    with LocalSource("host") as source:
-        limit.left = 0
-        refused(lambda: VirtualMemoryPool(source, "1GiB", page_size=PAGE, ahead=2))
-        assert not source._holdings
-        limit.left = None
-        with VirtualMemoryPool(source, "1GiB", page_size=PAGE, ahead=2) as pool:
-            pool.allocate(0, PAGE)
-
-
 def test_grpc_would_end_the_process() -> None:
     """Under a real limit: gRPC aborts where it cannot start its threads, so the library looks first."""
     code = """
@@ -193,24 +176,6 @@ assert "grpc" not in sys.modules
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
     assert done.stdout.split() == [str(254 * MIB), str(PAGE), "host", "1", "1", "1", "0", "0", "left"] * 2
-
-
-def test_a_daemon_says_so_at_its_start(tmp_path: Path) -> None:
-    """Also its log has a thread, and its gRPC would end it without a word."""
-    code = f"""
-import sys, threading
-from membrokerd import cli
-def start(thread):
-    raise RuntimeError("can't start new thread")
-threading.Thread.start = start
-sys.argv = ["membrokerd", "--driver", "host", "--runtime-directory", {str(tmp_path)!r}]
-sys.exit(cli.main())
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.startswith("membrokerd: this process may have no more threads (")
-    assert done.stderr.count("\n") == 1
-    assert not list(tmp_path.iterdir()), "it has begun nothing"
 
 
 def test_ctrl_c_while_a_thread_starts() -> None:
