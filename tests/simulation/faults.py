@@ -14,25 +14,35 @@ STEPS = 10_000
 NOWHERE: Mapping[str, int] = MappingProxyType({})
 
 
-def replacing(name: str, owner: object, attribute: str, new: object) -> Fault:
-    """Return a fault of this name, which is that another value or function stands in one place of the core."""
+class Faults(list[Fault]):
+    """Faults of the core that can be planted, each with a name."""
 
-    def fault(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(owner, attribute, new)
+    def plant(self, fault: Fault) -> Fault:
+        """Add a fault."""
+        self.append(fault)
+        return fault
 
-    fault.__name__ = name
-    return fault
+    def replacing(self, name: str, owner: object, attribute: str, new: object) -> None:
+        """Add a fault of this name: another value or function stands in one place of the core."""
 
+        def fault(monkeypatch: pytest.MonkeyPatch) -> None:
+            monkeypatch.setattr(owner, attribute, new)
 
-def around(name: str, owner: Any, attribute: str, new: Callable[..., object]) -> Fault:
-    """Return a fault of this name: `new` stands in the place of a function of the core, and gets that one first."""
-    was = getattr(owner, attribute)
-    return replacing(name, owner, attribute, lambda *given, **named: new(was, *given, **named))
+        fault.__name__ = name
+        self.append(fault)
 
+    def around(self, name: str, owner: Any, attribute: str, new: Callable[..., object]) -> None:
+        """Add a fault of this name: `new` stands in the place of a function of the core, and gets that one first."""
+        was = getattr(owner, attribute)
+        self.replacing(name, owner, attribute, lambda *given, **named: new(was, *given, **named))
 
-def instead_of(owner: Any, attribute: str) -> Callable[[Callable[..., object]], Fault]:
-    """Make the function below a fault as of `around`: it gets what stood there, and then the arguments."""
-    return lambda new: around(new.__name__, owner, attribute, new)
+    def instead_of(self, owner: Any, attribute: str) -> Callable[[Callable[..., object]], None]:
+        """Make the function below a fault as of `around`: it gets what stood there, and then the arguments."""
+        return lambda new: self.around(new.__name__, owner, attribute, new)
+
+    def each(self, *more: object) -> list[Any]:
+        """Return the parameters of a test: each fault, with `more`."""
+        return [pytest.param(fault, *more, id=fault.__name__.strip("_")) for fault in self]
 
 
 def notice(

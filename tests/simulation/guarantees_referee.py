@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.once import once_a_step
+from tests.simulation.parts import Counting, once_a_step
 
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 NOTHING: Mapping[Any, int] = MappingProxyType({})
 
 
-class GuaranteesReferee:
+class GuaranteesReferee(Counting):
     """Works out from the definition, in one sum over everything, what the core keeps as running rules."""
+
+    COUNTED = ("beside_unlent",)
 
     def __init__(self, referee: Referee) -> None:
         self._referee = referee
-        self.debits = self.refusals = self.beside_unlent = 0
-        """Debits beside a guarantee that was not used, or is never lent, and refusals that name one."""
+        self.beside_unlent = 0
+        """Debits beside a guarantee that is not used, and never lent."""
         self.later: Counter[tuple[ModelName, Location]] = Counter()
         """What the debits of the step come to that are not judged yet: all of them are in the books."""
 
@@ -56,7 +58,6 @@ class GuaranteesReferee:
         self.later[name, where] -= size
         firm = 0 if recalls.is_trusted(session, name, where) else size
         after, before = self.needed(where, {}), self.needed(where, {name: -firm})
-        self.debits += after > total.lent
         assert after <= max(before, total.capacity - total.releasing), f"{name} was lent what is guaranteed to others"
         unlent = self.unlent_beside(name.tenant, where)
         self.beside_unlent += unlent > 0
@@ -258,13 +259,6 @@ class GuaranteesReferee:
     @once_a_step
     def _keys(self) -> set[Any]:
         return {*self._referee.quotas, *self._broker.books.rules.guarantees}
-
-    def report(self) -> str:
-        """Return what happened, in a line."""
-        return (
-            f"{self.debits:,} debits beside an unused guarantee, {self.beside_unlent:,} beside one that is never lent, "
-            f"{self.refusals:,} refusals because of one"
-        )
 
 
 def borrower(request: Any) -> int | None:

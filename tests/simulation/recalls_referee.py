@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation import recallable_sums
-from tests.simulation.once import once_a_step
+from tests.simulation.parts import Counting, once_a_step
 from tests.simulation.shares import SLACK, divide
 
 from membrokerd.core import effects as fx
@@ -50,8 +50,10 @@ class Asked:
     """It was said that a request within a guarantee waits for it."""
 
 
-class RecallsReferee:
+class RecallsReferee(Counting):
     """Follows every recall from the question to its end."""
+
+    COUNTED = ("ends",)
 
     def __init__(self, referee: Referee) -> None:
         self._referee = referee
@@ -779,10 +781,6 @@ class RecallsReferee:
         assert not self.asked
         assert not self.away
         recallable_sums.check_nothing_is_left(self._world.broker)
-
-    def report(self) -> str:
-        """Return what happened, in a line."""
-        return "recalls: " + (", ".join(f"{count:,} {how}" for how, count in sorted(self.ends.items())) or "none")
 
 
 def _answers(step: Step, call: int) -> list[fx.Answer]:

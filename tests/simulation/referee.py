@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.guarantees_referee import GuaranteesReferee
-from tests.simulation.once import once_a_step
+from tests.simulation.parts import Counting, once_a_step
 from tests.simulation.recalls_referee import RecallsReferee
 from tests.simulation.resuming_referee import ResumingReferee
 from tests.simulation.sharing_referee import SharingReferee
@@ -61,8 +61,10 @@ class Death:
     """What it is charged, when a step begins that may settle it."""
 
 
-class Referee:
+class Referee(Counting):
     """Judges each step of a world, and the end."""
+
+    COUNTED = ("judged", "sessions", "proven", "timed_out", "early")
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -97,7 +99,6 @@ class Referee:
         """By segment: since when what falls can be the memory of one that the broker closes."""
         self.early: Counter[str] = Counter()
         """Proven credits whose memory was still held, by the kind of the largest fall that explains them."""
-        self.early_of_segments = 0
 
     # --- what the world reports ---
 
@@ -416,7 +417,6 @@ class Referee:
         for _, size, why, block in falls:
             kinds[why] += size if block not in blocks else 0
         self.early[kinds.most_common(1)[0][0]] += 1
-        self.early_of_segments += owner in self.sharing.segments
 
     # --- the end ---
 
@@ -447,11 +447,6 @@ class Referee:
             assert getattr(again, name) == getattr(broker.ledger, name), f"the facts tell other {name}"
 
     def report(self) -> str:
-        """Return what happened, in a few lines."""
-        causes = ", ".join(f"{count} beside a fall by {why}" for why, count in sorted(self.early.items())) or "none"
-        return (
-            f"{self.judged:,} steps, {self.sessions:,} sessions; credits proven {self.proven:,}, by the time limit "
-            f"{self.timed_out:,}; early {self.early.total():,} ({causes}), {self.early_of_segments:,} of segments\n"
-            f"{self.sharing.report()}\n{self.stock.report()}\n{self.resuming.report()}\n"
-            f"{self.guarantees.report()}\n{self.waiting.report()}\n{self.recalls.report()}"
-        )
+        """Return what happened, in a line for each part. What is early is told by the largest fall beside it."""
+        parts = (self.sharing, self.stock, self.resuming, self.guarantees, self.waiting, self.recalls)
+        return "\n".join([super().report(), *(part.report() for part in parts)])

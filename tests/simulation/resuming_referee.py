@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from tests.simulation.parts import Counting
+
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
@@ -20,8 +22,10 @@ _BY_FORCE = "forgotten"
 """Why somebody is credited who may have it all."""
 
 
-class ResumingReferee:
+class ResumingReferee(Counting):
     """Judges what a step did to sessions."""
+
+    COUNTED = ("ends", "forgotten", "waited")
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -35,7 +39,6 @@ class ResumingReferee:
         self.ends: Counter[str] = Counter()
         """How resumes ended."""
         self.forgotten = 0
-        self.not_held = 0
         self.waited = 0
         """Answers that waited for a name."""
 
@@ -83,8 +86,6 @@ class ResumingReferee:
                 worker = self.world.workers.get(session)
                 if worker is not None and not worker.liar and worker.process.alive and cause != _BY_FORCE:
                     assert worker.held.isdisjoint(ids), f"{worker.session} has what is credited: {cause}"
-                if cause == "not held":
-                    self.not_held += len(ids)
             case ft.SessionMoved(session, "resumed"):
                 self._judge_resumed(self.world.workers[session], step)
             case ft.SessionMoved(session, "forgotten"):
@@ -199,12 +200,3 @@ class ResumingReferee:
         assert not self.world.broker.sessions.stated
         assert not self.world.broker.sessions._expected
         assert not self.world.broker.sessions._answers
-
-    def report(self) -> str:
-        """Return what happened, in a line or two."""
-        deaths = ", ".join(f"{count:,} {where}" for where, count in sorted(self.world.daemons.deaths.items())) or "none"
-        ends = ", ".join(f"{count:,} {how}" for how, count in sorted(self.ends.items())) or "none"
-        return (
-            f"daemons died: {deaths}; resumes: {ends}, {self.waited:,} of them waited, {self.not_held:,} extents were "
-            f"not held; {self.forgotten:,} sessions forgotten"
-        )

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tests.simulation.parts import Counting
 from tests.simulation.sharing import blocks_of
 
 from membrokerd.core import effects as fx
@@ -60,8 +61,10 @@ class Flight:
     """Its session is gone."""
 
 
-class SharingReferee:
+class SharingReferee(Counting):
     """Judges what a step did to segments."""
+
+    COUNTED = ("attached", "ended", "waits")
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -73,7 +76,6 @@ class SharingReferee:
         self.calls: dict[int, Flight] = {}
         self.waiting: dict[int, Flight] = {}
         self.seals: dict[int, int] = {}
-        self.began = 0
         self.attached = 0
         self.ended: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
@@ -172,7 +174,6 @@ class SharingReferee:
         extents = set(range(began.first, began.first + began.count))
         self.segments[began.segment] = Segment(event.name, event.location, size, size, extents, event.session)
         self.names[event.name] = began.segment
-        self.began += 1
         self._fly(Flight(event.call, event.session, event.request_id, began.segment, attaches=False))
 
     @staticmethod
@@ -460,12 +461,6 @@ class SharingReferee:
         assert broker.segments.attaches.deadline == first, "nobody will tell that an attach's time is over"
 
     # --- the end ---
-
-    def report(self) -> str:
-        """Return what happened, in a line."""
-        ends = ", ".join(f"{count:,} {how}" for how, count in sorted(self.ended.items()))
-        waits = ", ".join(f"{count:,} {how}" for how, count in sorted(self.waits.items()))
-        return f"{self.began:,} segments attached {self.attached:,} times; ended: {ends}; waits ended: {waits}"
 
     def at_the_end(self) -> None:
         """Nothing is left of any segment, in the books and in the world."""

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from tests.simulation.parts import Counting
+
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
@@ -26,8 +28,10 @@ SIZES = 8
 Kind = tuple[Location, int]
 
 
-class StockReferee:
+class StockReferee(Counting):
     """Judges what a step did to the stock."""
+
+    COUNTED = ("changes", "hits", "again", "forgotten", "failed", "in_the_way")
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -144,11 +148,3 @@ class StockReferee:
         """Nothing is kept ready."""
         assert not +self.ready
         assert not any(self.world.stock.values())
-
-    def report(self) -> str:
-        """Return what happened, in a line."""
-        causes = ", ".join(f"{cause} {count:,}" for cause, count in sorted(self.changes.items())) or "none"
-        return (
-            f"stock: {causes}; {self.hits:,} packets of it, {self.again:,} tried again without it, "
-            f"{self.forgotten:,} times forgotten, {self.in_the_way:,} times in the way, {self.failed:,} not made"
-        )

@@ -11,7 +11,7 @@ import random
 from typing import Any
 
 import pytest
-from tests.simulation.faults import Fault, around, instead_of, notice, replacing
+from tests.simulation.faults import Fault, Faults, notice
 from tests.simulation.hosting import hosts_guests
 from tests.simulation.world import SECOND, World
 from tests.support.sizes import MIB
@@ -25,6 +25,7 @@ from membrokerd.core.names import ModelName
 SEEDS = [seed for seed in range(21_000, 21_020) if hosts_guests(seed)]
 DEEP = [pytest.param(seed, 4_000, marks=pytest.mark.deep) for seed in (*SEEDS[:2], *SEEDS[3:5])]
 """In the third world no guest is asked."""
+FAULTS = Faults()
 
 
 @pytest.mark.parametrize(("seed", "steps"), [(SEEDS[0], 800), *DEEP])
@@ -33,14 +34,14 @@ def test_guests_among_everything_else(seed: int, steps: int) -> None:
     assert world.referee.recalls.ends["guests asked"] > 0
 
 
-@instead_of(recallable.Recallable, "bytes_of")
+@FAULTS.instead_of(recallable.Recallable, "bytes_of")
 def _asked_without_a_connection(was, self, borrower, can_go=None):  # type: ignore[no-untyped-def]
     if borrower in self.guests and not self.answers(*borrower[:2]):
         return self.extents_of(borrower)
     return was(self, borrower, can_go)
 
 
-@instead_of(recallable.Recallable, "that_can_go")
+@FAULTS.instead_of(recallable.Recallable, "that_can_go")
 def _asked_in_its_slice(was, self, *arguments, **named):  # type: ignore[no-untyped-def]
     slices = {one: guest.slice_until for one, guest in self.guests.items()}
     for guest in self.guests.values():
@@ -52,24 +53,21 @@ def _asked_in_its_slice(was, self, *arguments, **named):  # type: ignore[no-unty
             self.guests[one].slice_until = until
 
 
-@instead_of(recalls.Recalls, "resumed")
+@FAULTS.instead_of(recalls.Recalls, "resumed")
 def _forgotten_by_a_resume(was, self, session, answering, guests, gone, now):  # type: ignore[no-untyped-def]
     return was(self, session, answering, (), gone, now)
 
 
-FAULTS = (
-    _asked_without_a_connection,
-    _asked_in_its_slice,
-    _forgotten_by_a_resume,
-    around("below_a_guarantee", admission.Admission, "hold_without", lambda was, *_: True),
-    replacing("no_longer_for_more", recalls, "GUEST_NS_PER_GIB", 0),
-    around("granted_without_a_word", waiting.Waiting, "declared", lambda was, self, request: request.move("answered")),
+FAULTS.around("below_a_guarantee", admission.Admission, "hold_without", lambda was, *_: True)
+FAULTS.replacing("no_longer_for_more", recalls, "GUEST_NS_PER_GIB", 0)
+FAULTS.around(
+    "granted_without_a_word", waiting.Waiting, "declared", lambda was, self, request: request.move("answered")
 )
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
+@pytest.mark.parametrize("fault", FAULTS.each())
 def test_a_core_with_a_fault_in_its_guests_is_found_out(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     notice(fault, SEEDS, monkeypatch)
 

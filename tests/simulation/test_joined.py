@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.simulation.faults import Fault, instead_of, replacing
+from tests.simulation.faults import Fault, Faults
 from tests.simulation.joined import Joined
 
 from membroker.session import machine
@@ -13,6 +13,7 @@ from membroker.session.outages import Outages
 
 SEEDS = range(5)
 STEPS = 3_000
+FAULTS = Faults()
 
 
 def test_a_short_while() -> None:
@@ -30,17 +31,17 @@ def test_both_sides_agree(seed: int) -> None:
     assert joined.ended["DELIVERY_FAILED"] > 0, "no call was given up"
 
 
-@instead_of(Calls, "goes_back")
+@FAULTS.instead_of(Calls, "goes_back")
 def _nothing_goes_back(was, self, call):  # type: ignore[no-untyped-def]
     return iter(())
 
 
-@instead_of(Calls, "taken")
+@FAULTS.instead_of(Calls, "taken")
 def _never_acknowledges_at_once(was, self, packet):  # type: ignore[no-untyped-def]
     was(self, packet)
 
 
-@instead_of(Calls, "taken")
+@FAULTS.instead_of(Calls, "taken")
 def _forgets_what_overtook(was, self, packet):  # type: ignore[no-untyped-def]
     """An Ack that does not cover a packet yet forgets its extents, and a later one is not sent for them."""
     ack, key = was(self, packet), (packet.frame.request_id, packet.frame.delivery.part)
@@ -50,41 +51,32 @@ def _forgets_what_overtook(was, self, packet):  # type: ignore[no-untyped-def]
     return ack
 
 
-@instead_of(Inventory, "strike_extents")
+@FAULTS.instead_of(Inventory, "strike_extents")
 def _still_states_what_is_released(was, self, extent_ids):  # type: ignore[no-untyped-def]
     return list(extent_ids)
 
 
-@instead_of(machine, "catch_up")
+@FAULTS.instead_of(machine, "catch_up")
 def _is_silent_after_a_resume(was, stated, now):  # type: ignore[no-untyped-def]
     return iter(())
 
 
-@instead_of(Outages, "wait")
+@FAULTS.instead_of(Outages, "wait")
 def _waits_for_ever(was, self, failed, error, since, now):  # type: ignore[no-untyped-def]
     return was(self, failed, error, now, now)
 
 
-@instead_of(Outages, "resumed")
+@FAULTS.instead_of(Outages, "resumed")
 def _keeps_the_lost_connection(was, self, calls):  # type: ignore[no-untyped-def]
     self.move("resumed")
 
 
-FAULTS = (
-    _nothing_goes_back,
-    _never_acknowledges_at_once,
-    _forgets_what_overtook,
-    _still_states_what_is_released,
-    _is_silent_after_a_resume,
-    _waits_for_ever,
-    _keeps_the_lost_connection,
-    replacing("forgets_a_hold", Inventory, "attached", lambda *_: None),
-    replacing("sends_more_than_the_broker_takes", machine, "MOST_PATIENT", 40),
-)
+FAULTS.replacing("forgets_a_hold", Inventory, "attached", lambda *_: None)
+FAULTS.replacing("sends_more_than_the_broker_takes", machine, "MOST_PATIENT", 40)
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
+@pytest.mark.parametrize("fault", FAULTS.each())
 def test_a_machine_with_a_fault_is_found_out(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
     for seed in SEEDS:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.broker.core.test_transcripts import Script
 from tests.simulation.driver_thread import loses_device
-from tests.simulation.faults import STEPS, Fault, around, instead_of, notice, replacing
+from tests.simulation.faults import STEPS, Fault, Faults, notice
 from tests.simulation.shrink import Failed, commands, run
 from tests.simulation.world import World
 
@@ -33,6 +33,7 @@ SEED = 20_260
 """Of a world without stock; that of the next one has some."""
 SHORT_STORY = 80
 """Commands of a transcript that have an outcome."""
+FAULTS, OF_STOCK, OF_DEVICE = Faults(), Faults(), Faults()
 
 
 @pytest.mark.parametrize("seed", [SEED, SEED + 1])
@@ -59,19 +60,20 @@ def test_a_world_can_be_told_as_a_transcript(seed: int) -> None:
 # --- A core with a fault is found out, and the story of it is short ---
 
 
-@instead_of(Admission, "admit")
+@FAULTS.instead_of(Admission, "admit")
 def _no_capacity(admit: Any, *arguments: Any) -> Any:
     denied = admit(*arguments)
     return None if denied and denied.reason == "CAPACITY" else denied
 
 
-@instead_of(books.Books, "take_ids")
+@FAULTS.instead_of(books.Books, "take_ids")
 def _ids_again(take_ids: Any, self: Any, count: int) -> range:
     ids = take_ids(self, count)
     self._next_id -= count > 100
     return ids
 
 
+@FAULTS.plant
 def _charge_per_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     held = ledger.Ledger._segment_held
 
@@ -85,6 +87,7 @@ def _charge_per_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ledger._APPLY, ft.SegmentHeld, charge)
 
 
+@FAULTS.plant
 def _no_death_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     left = ledger.Ledger._segment_left
 
@@ -95,13 +98,13 @@ def _no_death_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ledger._APPLY, ft.SegmentLeft, forget)
 
 
-@instead_of(releasing.Releasing, "segment_dropped")
+@FAULTS.instead_of(releasing.Releasing, "segment_dropped")
 def _settle_on_an_old_figure(dropped: Any, self: Any, row: Any, now: int) -> None:
     dropped(self, row, now)
     self._settle(now)
 
 
-@instead_of(models.Models, "_end_if_idle")
+@FAULTS.instead_of(models.Models, "_end_if_idle")
 def _models_end_under_segments(_was: Any, self: Any, row: Any) -> None:
     if not row.sessions and not row.used():
         self._books.record(ft.ModelEnded(row.name))
@@ -110,7 +113,7 @@ def _models_end_under_segments(_was: Any, self: Any, row: Any) -> None:
 # --- guarantees with a fault ---
 
 
-@instead_of(Admission, "levels")
+@FAULTS.instead_of(Admission, "levels")
 def _owners_may_not_use_it(levels: Any, self: Any, name: Any, location: Any, *rest: Any) -> Any:
     """What is kept for a tenant is kept from the tenant, too."""
     *lower, (*capacity, room) = levels(self, name, location, *rest)
@@ -121,7 +124,7 @@ def _owners_may_not_use_it(levels: Any, self: Any, name: Any, location: Any, *re
 # --- a stock with a fault ---
 
 
-@instead_of(Admission, "admit")
+@OF_STOCK.instead_of(Admission, "admit")
 def _refused_for_stock(admit: Any, self: Any, name: Any, location: Any, size: int, session: Any = None) -> Any:
     denied = admit(self, name, location, size, session)
     kept = self._ledger.totals[location].stock
@@ -129,7 +132,7 @@ def _refused_for_stock(admit: Any, self: Any, name: Any, location: Any, size: in
     return denied or (beside if beside and beside.reason == "CAPACITY" else None)
 
 
-@instead_of(lending.Lending, "_emit")
+@OF_STOCK.instead_of(lending.Lending, "_emit")
 def _stock_for_segments(emit: Any, self: Any, session: int, call: Any, *packet: Any) -> None:
     if call.sends:
         emit(self, session, call, *packet)
@@ -145,13 +148,14 @@ def _is_there(self: Any, location: Location, extent_bytes: int, count: int) -> b
     return bool(self._ready.get((location, extent_bytes), 0) >= count and not self._books.stopping)
 
 
-@instead_of(stock.WarmPool, "fill")
+@OF_STOCK.instead_of(stock.WarmPool, "fill")
 def _made_while_others_wait(fill: Any, self: Any) -> None:
     making, self._books.making = self._books.making, {}
     fill(self)
     self._books.making = making
 
 
+@OF_STOCK.plant
 def _beyond_the_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     def wants(self: Any, kind: Any) -> bool:
         rules = self._books.rules
@@ -162,6 +166,7 @@ def _beyond_the_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stock.WarmPool, "make_room", lambda self, location: None)
 
 
+@OF_STOCK.plant
 def _used_and_still_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = ledger.Ledger._stock_changed
 
@@ -172,53 +177,35 @@ def _used_and_still_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ledger._APPLY, ft.StockChanged, count)
 
 
-FAULTS = (
-    replacing("refused_at_once", policy, "WANTS_OF_ROOM", frozenset((Reason.CAPACITY, Reason.TENANT_LIMIT))),
-    replacing("who_is_gone_is_decided", Waiting, "give_up", lambda self, session, now: None),
-    around("no_tenant_limit", policy, "limit_of", lambda limit_of, *of: limit_of(*of) if of[2][1] else None),
-    _no_capacity,
-    replacing("wide_window", policy, "WINDOW", 192),
-    replacing("everything_is_proof", releasing.Releasing, "_proven", lambda *_: True),
-    _ids_again,
-    replacing("unanswered", lending.Lending, "give_up", lambda self, row, now: None),
-    _charge_per_attach,
-    _no_death_is_a_doubt,
-    replacing("the_lost_wait_on", attaches.Attaches, "give_up", lambda self, session: None),
-    replacing("drop_while_it_is_made", lending.Lending, "making_segment", lambda *_: False),
-    replacing("failed_calls_hold", lending.CallInFlight, "any_sent", True),
-    _settle_on_an_old_figure,
-    _models_end_under_segments,
-    replacing("nothing_is_kept", Admission, "reserved", lambda self, location: 0),
-    _owners_may_not_use_it,
-    # Memory that is releasing counts as the tenant's, so that its guarantee looks used.
-    replacing("the_dead_use_it", ledger.Ledger, "tenant_lent", ledger.Ledger.tenant_charged),
-)
+FAULTS.replacing("refused_at_once", policy, "WANTS_OF_ROOM", frozenset((Reason.CAPACITY, Reason.TENANT_LIMIT)))
+FAULTS.replacing("who_is_gone_is_decided", Waiting, "give_up", lambda self, session, now: None)
+FAULTS.around("no_tenant_limit", policy, "limit_of", lambda limit_of, *of: limit_of(*of) if of[2][1] else None)
+FAULTS.replacing("wide_window", policy, "WINDOW", 192)
+FAULTS.replacing("everything_is_proof", releasing.Releasing, "_proven", lambda *_: True)
+FAULTS.replacing("unanswered", lending.Lending, "give_up", lambda self, row, now: None)
+FAULTS.replacing("the_lost_wait_on", attaches.Attaches, "give_up", lambda self, session: None)
+FAULTS.replacing("drop_while_it_is_made", lending.Lending, "making_segment", lambda *_: False)
+FAULTS.replacing("failed_calls_hold", lending.CallInFlight, "any_sent", True)
+FAULTS.replacing("nothing_is_kept", Admission, "reserved", lambda self, location: 0)
+# Memory that is releasing counts as the tenant's, so that its guarantee looks used.
+FAULTS.replacing("the_dead_use_it", ledger.Ledger, "tenant_lent", ledger.Ledger.tenant_charged)
 
 
-FAULTS_OF_STOCK = (
-    replacing("used_and_not_taken", stock.WarmPool, "take", _is_there),
-    replacing(
-        "dropped_and_not_told", stock.WarmPool, "_drop", lambda self, kind, count: self._change(kind, -count, "dropped")
-    ),
-    _refused_for_stock,
-    replacing("tried_again_beside_stock", stock.WarmPool, "drop_all", lambda self, location: bool(self._ready)),
-    _stock_for_segments,
-    replacing("never_forgotten", stock.WarmPool, "forget_stale", lambda self, now: None),
-    _made_while_others_wait,
-    _beyond_the_capacity,
-    replacing("made_all_the_same", stock.WarmPool, "take", lambda self, location, extent_bytes, count: False),
-    _used_and_still_counted,
+OF_STOCK.replacing("used_and_not_taken", stock.WarmPool, "take", _is_there)
+OF_STOCK.replacing(
+    "dropped_and_not_told", stock.WarmPool, "_drop", lambda self, kind, count: self._change(kind, -count, "dropped")
 )
+OF_STOCK.replacing("tried_again_beside_stock", stock.WarmPool, "drop_all", lambda self, location: bool(self._ready))
+OF_STOCK.replacing("never_forgotten", stock.WarmPool, "forget_stale", lambda self, now: None)
+OF_STOCK.replacing("made_all_the_same", stock.WarmPool, "take", lambda self, location, extent_bytes, count: False)
 
 
 LOST = SEED + 13
 """Of a world whose device falls off the bus."""
-FAULTS_OF_DEVICE = (
-    around(
-        "lent_all_the_same", books.Books, "refuse_debit", lambda was, self: was(self) if self.cannot_write else None
-    ),
-    replacing("stock_of_a_lost_device", Broker, "_drop_stock", lambda self: None),
+OF_DEVICE.around(
+    "lent_all_the_same", books.Books, "refuse_debit", lambda was, self: was(self) if self.cannot_write else None
 )
+OF_DEVICE.replacing("stock_of_a_lost_device", Broker, "_drop_stock", lambda self: None)
 
 
 def test_a_device_that_is_lost_and_comes_back() -> None:
@@ -233,10 +220,9 @@ def test_a_device_that_is_lost_and_comes_back() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("fault", "seeds"),
-    [(fault, [LOST, LOST + 16]) for fault in FAULTS_OF_DEVICE]
-    + [(fault, [SEED + more for more in range(4)]) for fault in FAULTS]
-    + [(fault, [SEED + more for more in (1, 6, 2, 3, 5, 7, 9, 10)]) for fault in FAULTS_OF_STOCK],
-    ids=lambda one: "" if isinstance(one, list) else one.__name__.strip("_"),
+    OF_DEVICE.each([LOST, LOST + 16])
+    + FAULTS.each([SEED + more for more in range(4)])
+    + OF_STOCK.each([SEED + more for more in (1, 6, 2, 3, 5, 7, 9, 10)]),
 )
 def test_a_core_with_a_fault_is_found_out(fault: Fault, seeds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """In one of a few worlds: a fault of the stock shows at its bounds only."""
@@ -247,7 +233,7 @@ def test_a_core_with_a_fault_is_found_out(fault: Fault, seeds: list[int], monkey
 @pytest.mark.parametrize("name", ["wide_window", "drop_while_it_is_made", "charge_per_attach", "made_all_the_same"])
 def test_the_story_of_a_fault_is_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the shrinker leaves of a run fits on a screen or two, and ends where the core fails."""
-    (fault,) = [one for one in (*FAULTS, *FAULTS_OF_STOCK) if one.__name__.strip("_") == name]
+    (fault,) = [one for one in (*FAULTS, *OF_STOCK) if one.__name__.strip("_") == name]
     fault(monkeypatch)
     worlds = (run(SEED + more, STEPS) for more in (1, 0, 2, 3))
     with pytest.raises(Failed) as failed:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.guarantees_referee import borrower
+from tests.simulation.parts import Counting
 from tests.simulation.shares import SLACK, divide
 
 from membrokerd.core import effects as fx
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     from tests.simulation.referee import Referee
 
 
-class WaitingReferee:
+class WaitingReferee(Counting):
     """Looks into the queue of the core before and after each step, and judges what happened by the definition."""
+
+    COUNTED = ("ends",)
 
     def __init__(self, referee: Referee) -> None:
         self._referee = referee
@@ -33,12 +36,6 @@ class WaitingReferee:
         """Requests that waited and were granted, and are not answered yet."""
         self.ends: Counter[str] = Counter()
         """How waits ended."""
-        self.compared = 0
-        """Grants while another request waited that would have fitted in its place, or whose turn would be earlier."""
-        self.turns = 0
-        """Requests that waited although there was room, because others come first."""
-        self.entitled = 0
-        """Requests within a guarantee or a share that waited for a recall."""
 
     @property
     def _world(self) -> Any:
@@ -194,7 +191,6 @@ class WaitingReferee:
         left = {one.event.call: self._left(one, shares) if self._is_allowed(one) else -SLACK for one in waiting}
         entitled = [one for one in waiting if left[one.event.call] >= SLACK]
         perhaps = [one for one in waiting if left[one.event.call] > -SLACK]
-        self.turns += len(ready)
         if not guaranteed and ready:
             aged = any(now - one.since > 2 * self._world.broker.books.rules.recall_ns for one in perhaps)
             first = perhaps[:1] if aged else perhaps
@@ -210,7 +206,6 @@ class WaitingReferee:
             late = [one for one in late if one.name.tenant not in keeping]
             assert not late, f"{late} wait, have room, and nothing is on its way to those before them"
         if recalls.is_possible and (guaranteed or entitled):
-            self.entitled += 1
             self._judge_recalled(where, guaranteed or entitled, shares)
         if guaranteed:
             self._judge_urgent(where, guaranteed)
@@ -251,38 +246,28 @@ class WaitingReferee:
         urgent = sum(one.left for place, one in recalls.asked.items() if place[2] == where and recalls.is_urgent(place))
         assert urgent >= lacking, f"{guaranteed} lack {lacking}, and {urgent} of {coming} on its way are urgent"
 
-    def judge_rest(self) -> None:
-        """When nothing moves any more, no request waits within a guarantee or a share."""
-        broker, guarantees = self._world.broker, self._referee.guarantees
+    def judge_rest(self, unfair: str) -> None:
+        """When nothing moves any more, no request waits within a guarantee or a share.
+
+        Where a tenant is `unfair`, and keeps all, none waits within a guarantee for what the others could release.
+        """
+        broker, guarantees, recalls = self._world.broker, self._referee.guarantees, self._referee.recalls
         for where, total in broker.ledger.totals.items():
             waiters = [one for one in broker.waiting._waiters.values() if one.deadline and one.event.location == where]
             waiters = [one for one in waiters if not one.met_full_device]
-            if total.releasing or guarantees.needed(where, {}) > total.capacity or not waiters:
+            guaranteed = [one for one in waiters if self._is_guaranteed(one)]
+            if total.releasing or not waiters:
                 continue
-            shares = divide(self._referee, where)
-            left = [one for one in waiters if self._is_guaranteed(one)]
-            left += [one for one in waiters if self._left(one, shares) >= SLACK and self._is_allowed(one)]
-            assert not left, f"{left} wait for ever"
-
-    def judge_those_who_answer(self, unfair: str) -> int:
-        """When only one tenant moves, which keeps all, nobody waits within a guarantee for what others could release.
-
-        Return how many requests wait for what that tenant keeps.
-        """
-        broker, guarantees, recalls = self._world.broker, self._referee.guarantees, self._referee.recalls
-        in_vain = 0
-        for where, total in broker.ledger.totals.items():
-            waiting = [one for one in broker.waiting._waiters.values() if one.deadline and one.event.location == where]
-            waiting = [one for one in waiting if not one.met_full_device and self._is_guaranteed(one)]
-            if total.releasing or not waiting:
-                continue
-            keepers = {name for name in broker.ledger.models if name.tenant == unfair}
-            shares = divide(self._referee, where, keepers=keepers)
-            for name in broker.ledger.models:
-                more = recalls.of_model(name, where) and guarantees.lent(name, where) - shares.get(name, 0)
-                assert name.tenant == unfair or more <= SLACK, f"{waiting} wait, and {name} has {more} beyond its share"
-            in_vain += len(waiting)
-        return in_vain
+            if not unfair and guarantees.needed(where, {}) <= total.capacity:
+                shares = divide(self._referee, where)
+                within = [one for one in waiters if self._left(one, shares) >= SLACK and self._is_allowed(one)]
+                assert not guaranteed + within, f"{guaranteed + within} wait for ever"
+            elif unfair and guaranteed:
+                keepers = {name for name in broker.ledger.models if name.tenant == unfair}
+                shares = divide(self._referee, where, keepers=keepers)
+                for name in broker.ledger.models.keys() - keepers:
+                    more = recalls.of_model(name, where) and guarantees.lent(name, where) - shares.get(name, 0)
+                    assert more <= SLACK, f"{guaranteed} wait, and {name} has {more} beyond its share"
 
     def _judge_deadline(self, event: ev.Allocate | ev.CreateSegment, waiter: Any) -> None:
         world = self._world
@@ -320,7 +305,6 @@ class WaitingReferee:
             assert free + SLACK >= held, f"{last} was granted what is held for others"
         if not others:
             return
-        self.compared += 1
         better = 0
         for one in others:
             theirs = self._class(one, shares) if mine else 0 if self._is_guaranteed(one) else 2
@@ -357,13 +341,11 @@ class WaitingReferee:
             assert isinstance(event, ev.Declare)
             tenant, model = str(denied.numbers["model"]).removeprefix("tenants/").split("/models/")
             one = SimpleNamespace(event=event, name=ModelName(tenant, model), size=denied.numbers["requested_bytes"])
-        guarantees, where = self._referee.guarantees, one.event.location
-        guarantees.refusals += "reserved_bytes" in denied.numbers
         if not self._has_room(one):
             return
         assert denied.reason is Reason.CAPACITY, f"{one} was refused what it may borrow: {denied}"
         assert not self._is_guaranteed(one), f"{one} was refused what it is guaranteed: {denied}"
-        self._judge_yielding(one, where)
+        self._judge_yielding(one, one.event.location)
 
     def _judge_yielding(self, one: Any, where: Location) -> None:
         """A request that has room is refused only for others that come first, or for what is held for them."""
@@ -384,14 +366,6 @@ class WaitingReferee:
             assert one.size + SLACK > free - self._held_beside(one, shares), (
                 f"{one} was refused, and no other request comes first"
             )
-
-    def report(self) -> str:
-        """Return what happened, in a line."""
-        ends = ", ".join(f"{count:,} {how}" for how, count in sorted(self.ends.items())) or "none"
-        return (
-            f"waits: {ends}; {self.compared:,} grants beside others that would have fitted, {self.turns:,} times not "
-            f"in turn, {self.entitled:,} times for a recall"
-        )
 
 
 def _last_of(granted: Sequence[Any], step: Step) -> Any:
