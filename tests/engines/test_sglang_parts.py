@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-import time
 from array import array
 from contextlib import closing
 from importlib.util import find_spec
@@ -12,23 +9,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, until
+from tests.support.daemons import until
 from tests.support.toy_serving import Recalled, an_engine, serving
 
 if find_spec("sglang") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
 import torch
-from sglang.srt.managers import schedule_batch
-from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from membroker import ClosedError, InvalidRequest, SessionLost
 from membroker.kv.seams import differences
@@ -122,31 +116,6 @@ class TestAllocator:
         assert allocator.available_size() == PAGE
         assert allocator.get_all_free_pages().tolist() == [5]
 
-    def test_the_lowest_pages_are_used_first(self, allocator: Allocator) -> None:
-        """So that what is used is packed, and high pages become free together."""
-        allocator.release(range(1, PAGES))
-        first, second = allocator.alloc(2 * PAGE), allocator.alloc(2 * PAGE)
-        allocator.free(first)
-        assert pages_of(allocator.alloc(3 * PAGE)) == [1, 2, 5]
-        assert pages_of(second) == [3, 4]
-
-    def test_frees_of_a_group_come_together(self, allocator: Allocator) -> None:
-        allocator.release([1, 2])
-        slots = allocator.alloc(2 * PAGE)
-        allocator.free_group_begin()
-        allocator.free(slots[:PAGE])
-        allocator.free_segment(slots[PAGE:], start_pos=PAGE)
-        assert allocator.available_size() == 0
-        allocator.free_group_end()
-        assert allocator.available_size() == 2 * PAGE
-
-    def test_a_flush_frees_nothing_that_has_no_memory(self, allocator: Allocator) -> None:
-        allocator.release([1, 2, 3])
-        allocator.alloc(PAGE)
-        allocator.hold([3])
-        allocator.clear()
-        assert pages_of(allocator.alloc(2 * PAGE)) == [1, 2]
-
     def test_a_page_in_use_is_never_held(self, allocator: Allocator) -> None:
         allocator.release([1, 2])
         allocator.alloc(PAGE)
@@ -157,33 +126,6 @@ class TestAllocator:
             allocator.release([1])
         with pytest.raises(AssertionError, match="without memory"):
             allocator.free(torch.arange(2 * PAGE, 3 * PAGE))
-
-
-def test_an_idle_scheduler_lets_the_thread_that_unmaps_have_the_interpreter(
-    blocks: SglangBlocks, scheduler: Any
-) -> None:
-    """SGLang's idle loop spins, so each of 200 calls that give up the interpreter would wait 5 ms to have it again."""
-    going = [200]
-    memory: Any = SglangMemory.__new__(SglangMemory)
-    memory.blocks = blocks
-    memory._cache = SimpleNamespace(turn=lambda is_idle: None, stats=lambda: SimpleNamespace(going_bytes=going[0]))
-
-    def unmap() -> None:
-        while going[0]:
-            going[0] -= 1
-            time.sleep(0)
-
-    thread, turns, interval = threading.Thread(target=unmap), 0, sys.getswitchinterval()
-    sys.setswitchinterval(DEADLINE_SECONDS)  # so that the thread has only what it is given
-    try:
-        thread.start()
-        while going[0] and turns < 50_000:
-            memory.turn(scheduler, scheduler.running_batch, None)
-            turns += 1
-        assert not going[0], "the thread was given nothing in 50,000 turns"
-    finally:
-        sys.setswitchinterval(interval)
-        thread.join()
 
 
 def test_an_engine_ends_that_can_borrow_no_more(blocks: SglangBlocks, scheduler: Any) -> None:
@@ -254,17 +196,6 @@ class TestPrefixes:
         blocks.hold(pages[2:])
         assert tree.evictable_size() == 0
 
-    def test_what_sglang_evicts_is_forgotten(
-        self, tree: UnifiedRadixCache, allocator: Allocator, blocks: SglangBlocks
-    ) -> None:
-        allocator.release(range(1, 4))
-        pages = cache(tree, allocator, *range(PAGE))
-        blocks.warmth(pages)
-        tree.evict(EvictParams(num_tokens=PAGE))
-        blocks.begin(blocks._running, None)
-        assert blocks.warmth(pages) == 0
-        blocks.hold(pages)
-
 
 class TestNeed:
     def test_it_is_what_runs_and_a_page_ahead(self, scheduler: Any, allocator: Allocator, blocks: SglangBlocks) -> None:
@@ -298,12 +229,6 @@ class TestNeed:
             SimpleNamespace(new_token_ratio=0.5), running
         ) == pytest.approx(offset)
 
-    def test_no_more_requests_count_than_can_run(self, scheduler: Any, blocks: SglangBlocks) -> None:
-        scheduler.waiting_queue.extend(a_request(8) for _ in range(4))
-        four = blocks.need()
-        scheduler.waiting_queue.extend(a_request(8) for _ in range(4))
-        assert blocks.need() == four
-
     def test_the_rest_of_a_prompt_is_kept_from_a_recall(
         self, scheduler: Any, tree: UnifiedRadixCache, allocator: Allocator, blocks: SglangBlocks
     ) -> None:
@@ -316,101 +241,6 @@ class TestNeed:
         allocator.alloc(3 * PAGE)
         assert list(blocks.unused(range(1, 9))) == [], "what is cached may have to give way"
         assert blocks.need() >= 1 + 4 + 2
-
-
-class TestRetraction:
-    """SGLang's own `retract_decode`, with membroker's hooks."""
-
-    @pytest.fixture
-    def batch(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        scheduler: Any,
-        tree: UnifiedRadixCache,
-        allocator: Allocator,
-        blocks: SglangBlocks,
-    ) -> Any:
-        """Four requests with a page each: 1, 2, 3, 4. The one with the longest answer is the last to be retracted."""
-        allocator.release(range(1, 5))
-        table = torch.zeros(6, 4 * PAGE, dtype=torch.int32)
-        reqs = []
-        for number in range(1, 5):
-            req = a_request(2, answer=number, allocated=PAGE)
-            req.kv.req_pool_idx = number
-            table[number, :PAGE] = allocator.alloc(PAGE)
-            reqs.append(req)
-        scheduler.req_to_token_pool = SimpleNamespace(req_to_token=table)
-        batch = ScheduleBatch(reqs=reqs)
-        batch.token_to_kv_pool_allocator, batch.tree_cache = allocator, tree
-        batch.spec_algorithm = SpeculativeAlgorithm.NONE
-        batch.lacks = 0
-
-        def release_req(at: int, _left: int, offload_kv: bool = True) -> bool:
-            allocator.free(table[batch.reqs[at].kv.req_pool_idx, :PAGE])
-            return True
-
-        def filter_batch(keep_indices: list[int]) -> None:
-            batch.reqs = [reqs[at] for at in keep_indices]
-
-        def check_decode_mem(selected_indices: list[int] | None = None) -> bool:
-            return blocks.has_memory(
-                lambda *_: allocator.available_size() >= batch.lacks * PAGE, batch, selected_indices
-            )
-
-        batch.release_req, batch.filter_batch, batch.check_decode_mem = release_req, filter_batch, check_decode_mem
-        batch._get_decode_retraction_order = lambda reqs: blocks.order(
-            ScheduleBatch._get_decode_retraction_order(reqs), reqs
-        )
-        scheduler.running_batch.reqs.extend(reqs)
-        monkeypatch.setattr(schedule_batch, "get_schedule", lambda: SimpleNamespace(retraction_policy="length"))
-        return batch
-
-    def retract(self, batch: Any, blocks: SglangBlocks) -> tuple[list[int], list[int], list[Any]]:
-        """Retract, and return the rows of what was retracted, of what is left, and what is aborted."""
-        retracted, ratio, aborted = blocks.retracted(batch.retract_decode(), batch)
-        assert 0 <= ratio <= 1
-        assert all(req.to_finish is None for req in retracted)
-        return [req.kv.req_pool_idx for req in retracted], [req.kv.req_pool_idx for req in batch.reqs], aborted
-
-    @pytest.mark.parametrize(("lacks", "retracted", "left"), [(2, [1, 2], [4, 3]), (9, [1, 2, 3, 4], [])])
-    def test_as_many_go_as_others_need_and_the_last_one_waits(
-        self, lacks: int, retracted: list[int], left: list[int], batch: Any, blocks: SglangBlocks
-    ) -> None:
-        """SGLang itself would abort the last one."""
-        batch.lacks = lacks
-        assert not batch.check_decode_mem()
-        assert self.retract(batch, blocks) == (retracted, left, [])
-
-    def test_a_beam_search_is_aborted_because_sglang_cannot_retract_it(self, batch: Any, blocks: SglangBlocks) -> None:
-        req = batch.reqs[3]
-        req.beam_group, req.to_finish = object(), "aborted"
-        waits = batch.reqs[0]
-        waits.to_finish = "aborted"
-        retracted, _, aborted = blocks.retracted(([], 0.5, [req, waits]), batch)
-        assert (retracted, waits.to_finish, aborted, req.to_finish) == ([waits], None, [req], "aborted")
-
-    @pytest.mark.parametrize(("pages", "left"), [([2, 4], [3, 1]), ([1, 2, 3, 4], [])])
-    def test_a_recall_takes_the_users_of_its_pages(
-        self, pages: list[int], left: list[int], batch: Any, scheduler: Any, blocks: SglangBlocks
-    ) -> None:
-        """SGLang retracts the requests that use these pages, even the last one, and no others."""
-        assert not blocks.preempt([])
-        blocks.preempt([7])
-        assert batch.check_decode_mem(), "no running request uses that"
-        assert blocks.preempt(pages)
-        assert (blocks.is_preempting, scheduler.running_batch.batch_is_full) == (True, True)
-        assert not batch.check_decode_mem()
-        assert self.retract(batch, blocks) == (pages, left, [])
-        assert not blocks.is_preempting
-        assert batch.check_decode_mem()
-
-    def test_a_recall_that_was_answered_otherwise_retracts_none(
-        self, batch: Any, scheduler: Any, blocks: SglangBlocks
-    ) -> None:
-        blocks.preempt([1])
-        assert not batch.check_decode_mem()
-        blocks.begin(scheduler.running_batch, None)
-        assert batch.check_decode_mem()
 
 
 class TestPools:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import shlex
 import subprocess
@@ -18,7 +17,7 @@ from tests.support.daemons import running
 from tests.support.sizes import MIB
 
 import membroker
-from membroker import DeviceFailure, InvalidRequest, LocalSource, VirtualMemoryPool
+from membroker import InvalidRequest, LocalSource, VirtualMemoryPool
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
 
@@ -58,7 +57,7 @@ from membroker.kv.capture import Capture
 from membroker.kv.layout import Strided
 from membroker.kv.seams import differences, load
 from membroker.kv.vllm import connector, memory, plugin, seams
-from membroker.kv.vllm.blocks import STEPS_COUNTED, GroupNeed, VllmBlocks, needs_of
+from membroker.kv.vllm.blocks import GroupNeed, VllmBlocks, needs_of
 from membroker.kv.vllm.connector import Membroker, StepMetadata
 from membroker.kv.vllm.settings import VllmSettings, settings_of
 from membroker.kv.vllm.steps import Launched, Scheduled
@@ -66,8 +65,6 @@ from membroker.kv.vllm.swap import SwapSpace
 from membroker.memory.lender import source_of
 
 BLOCKS = 16
-SERVED = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
-"""The part of a `VllmConfig` that names the model."""
 
 
 def a_request(name: str, tokens: int, **about: Any) -> Any:
@@ -179,52 +176,6 @@ class TestBlocks:
         blocks.note(a_step({"a": [1, 2]}, tokens={"a": 32}))
         assert blocks.need() == 3 + 2 + 8, "the rest of its prompt, and a block"
 
-    def test_the_need_of_a_queue_is_what_the_next_steps_compute(self, pool: BlockPool) -> None:
-        """The others would have memory that nobody uses yet, while another engine may need it."""
-        blocks = Blocks(pool, max_num_seqs=9, max_num_batched_tokens=40)
-        for name in "abcd":
-            blocks.add(a_request(name, 40))
-        assert blocks.need() == 1 + 3 + 3, "two steps"
-        pool.get_new_blocks(3)
-        blocks.note(a_step({"a": [1, 2, 3]}, tokens={"a": 40}))
-        assert blocks.need() == 4 + 1 + 3 + 3, "a block ahead, and the next two"
-        blocks.add(a_request("e", 40))
-        assert blocks.need() == 4 + 1 + 3 + 3
-
-    def test_who_runs_keeps_blocks_while_memory_is_short(self, pool: BlockPool) -> None:
-        """vLLM admits no request to the last free blocks: it would preempt it again as soon as the others grow."""
-        blocks = Blocks(pool, max_num_seqs=9, watermark=1.5 / BLOCKS)
-        assert [blocks.keep_free(is_short=short) for short in (False, True)] == [1, 1]
-        blocks.add(a_request("waits", 16))
-        blocks.admit("a", 1)
-        blocks.admit("b", 2)
-        before = blocks.need()
-        assert [blocks.keep_free(is_short=short) for short in (False, True)] == [1, 4]
-        assert blocks.need() == before + 3
-
-    def test_the_need_of_requests_that_go_on_is_counted_once_in_some_steps(self, pool: BlockPool) -> None:
-        """A count takes the scheduler's time. Until the next one each request takes a block at most."""
-        blocks, counts = Blocks(pool, max_num_seqs=9), list[int]()
-        count = blocks._count
-        blocks._count = lambda step: (counts.append(1), count(step))  # type: ignore[method-assign]
-
-        def note(step: Any) -> int:
-            counts.clear()
-            blocks.note(step)
-            return len(counts)
-
-        blocks.admit("a", 1)
-        blocks.admit("b", 2)
-        goes_on = a_step({}, tokens={"a": 1, "b": 1})
-        assert [note(goes_on) for _ in range(2 * STEPS_COUNTED)] == ([0] * (STEPS_COUNTED - 1) + [1]) * 2
-        assert note(a_step({}, tokens={"a": 1, "b": 2})) == 1, "a part of a prompt"
-        assert note(a_step({}, tokens={"a": 1}, preempted={"b"})) == 1
-        assert note(a_step({}, tokens={"a": 1})) == 1, "one that waits"
-        assert note(a_step({"b": [2]}, tokens={"a": 1, "b": 16})) == 1
-        assert (note(goes_on), blocks.need()) == (0, 3 + 2)
-        blocks.finish(blocks.requests["b"], [[2]])
-        assert (note(a_step({}, tokens={"a": 1})), blocks.need()) == (1, 3 + 1), "an end"
-
     def test_the_need_is_summed_over_groups_and_bounded_where_vllm_bounds_it(self, pool: BlockPool) -> None:
         """Full attention, a window of three blocks at most, and a state with one more for drafts."""
         needs = [GroupNeed(16, 0, 8), GroupNeed(16, 0, 3), GroupNeed(128, 1, 2)]
@@ -234,18 +185,6 @@ class TestBlocks:
         pool.get_new_blocks(8)
         blocks.note(a_step({"a": [1, 2, 3, 4, 5]}, tokens={"a": 79}))
         assert blocks.need() == 9 + (1 + 1 + 0 + 0), "a block ahead, and one for drafts, where it is not full"
-
-    def test_what_a_window_has_left_is_nobodys(self, pool: BlockPool) -> None:
-        """vLLM puts 0 in its place, and gives the block to another request. It is taken once, with its new user's."""
-        blocks = Blocks(pool, [GroupNeed(16, 0, 8), GroupNeed(16, 0, 3)])
-        blocks.admit("a", 1, 2, 3)
-        blocks.admit("b", 4, 5)
-        blocks.known = {"a": [[1, 2], [0, 3]], "b": [[4], [5]]}
-        assert [blocks.cost([number]) for number in (3, 4, 5)] == [2, 1, 1]
-        assert blocks.preempt([3])
-        assert sorted(block.block_id for block in blocks._squeezed) == [3, 4, 5, *range(6, BLOCKS)]
-        blocks.relax()
-        assert pool.get_num_free_blocks() == BLOCKS - 6
 
     def test_an_estimate_that_is_too_low_is_raised(self, pool: BlockPool) -> None:
         """vLLM admits a request only with all blocks that it counts. It would wait forever."""
@@ -263,24 +202,6 @@ class TestBlocks:
         blocks.add(a_request("b", 40))
         blocks.note(a_step({}, preempted={"a"}))
         assert blocks.need() == 4 + 6, "no block is free: the estimate may be right"
-
-    def test_a_squeeze_leaves_less_than_nothing_free_for_one_step(self, pool: BlockPool, blocks: Blocks) -> None:
-        """vLLM preempts when fewer blocks are free than a running request needs, and most need none.
-
-        What an ended request has that another connector still sends is no reason to preempt.
-        """
-        blocks.hold(range(9, BLOCKS))
-        assert not blocks.preempt([1]), "there is no request"
-        blocks.admit("a", 1)
-        blocks.finish(blocks.admit("sent", 2), [[2]])
-        assert not any(blocks.preempt(going) for going in ([], [2])), "no block that should go can be had"
-        before = pool.get_num_free_blocks(), blocks.need()
-        for _ in range(2):
-            assert blocks.preempt([1])
-        assert (pool.get_num_free_blocks(), blocks.need()) == (-1, before[1])
-        for _ in range(2):
-            blocks.relax()
-        assert (pool.get_num_free_blocks(), blocks.need()) == before
 
     def test_a_session_that_waits_for_its_next_part_is_not_preempted(self, pool: BlockPool, blocks: Blocks) -> None:
         """It keeps its blocks. vLLM preempts only what runs: others would go, and these would stay."""
@@ -315,42 +236,6 @@ class TestBlocks:
         blocks.relax()
         assert set(blocks.unused([1, 2, 3, 4, 5, 6, 7])) == {3, 4, 5, 6, 7} - {taken}
         assert pool.get_num_free_blocks() == before + 4
-
-    def test_after_a_squeeze_the_end_of_a_prompt_is_evicted_before_its_beginning(
-        self, pool: BlockPool, blocks: Blocks
-    ) -> None:
-        """As vLLM frees it. A prefix without its first block is of no use."""
-        blocks.hold(range(7, BLOCKS))
-        blocks.admit("a", 1, 2, 3)
-        blocks.admit("b", 4, 5, 6)
-        for block in pool.blocks[1:7]:
-            name = BlockHash(bytes([block.block_id]))
-            pool._insert_block_hash(make_block_hash_with_group_id(name, 0), block, 16)
-        assert blocks.preempt([1, 2, 3])
-        free(pool, 6, 5, 4)  # vLLM preempts both, the younger one first
-        free(pool, 3, 2, 1)
-        blocks.relax()
-        assert [pool.get_new_blocks(1)[0].block_id for _ in range(6)] == [6, 5, 4, 3, 2, 1]
-
-    def test_the_cost_of_blocks_is_the_requests_from_their_first_user_on(self, pool: BlockPool, blocks: Blocks) -> None:
-        """vLLM preempts the youngest request first, until the blocks are free."""
-        for name in "abc":
-            blocks.add(a_request(name, 32))
-        pool.get_new_blocks(7)
-        pool.touch([pool.blocks[1]])  # a prefix of two requests
-        blocks.note(a_step({"a": [1, 2]}))
-        blocks.note(a_step({"b": [1, 3], "c": [4]}, {"a": [5]}))
-        assert [blocks.cost(one) for one in ([4], [3], [3, 4], [2], [1], [5], [9])] == [1, 2, 2, 3, 3, 3, 0]
-        blocks.note(a_step({}, {"c": [6]}, preempted={"b"}))
-        blocks.note(a_step({}, {"b": [3, 7]}, resumed={"b"}))
-        assert [blocks.cost(one) for one in ([7], [6], [5])] == [1, 2, 3]
-
-    def test_a_session_that_goes_on_is_the_youngest(self, pool: BlockPool, blocks: Blocks) -> None:
-        """vLLM puts it behind all that run, so it is preempted first."""
-        for number, name in enumerate(("session", "a", "b"), 1):
-            blocks.admit(name, number)
-        blocks.note(a_step({"session": [1, 4]}))
-        assert [blocks.cost([number]) for number in (1, 3, 2)] == [1, 2, 3]
 
     def test_with_priorities_the_requests_that_matter_least_go_first(self, pool: BlockPool) -> None:
         """vLLM then preempts those with the largest number, and of these the youngest."""
@@ -549,13 +434,6 @@ print(*found)
     assert done.stdout.splitlines()[-1:] == ["BLNHC BLHNC"], done.stdout + done.stderr
 
 
-def test_a_page_has_the_blocks_of_a_few_requests() -> None:
-    """A large one where it has all layers, and the least where each layer has a region."""
-    sizes = [memory.page_size_of([Strided(0, stride, stride)]) for stride in (4096, 32 << 10, 1792 << 10, 7 * MIB)]
-    assert sizes == [2 * MIB, 8 * MIB, 16 * MIB, 64 * MIB]
-    assert memory.page_size_of([Strided(0, 1, 1), Strided(9, 1, 1)]) == 2 * MIB
-
-
 def test_settings_are_refused_when_vllm_looks_for_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """That is before it starts a process. The sentence goes to the process that the user has started."""
     told: list[str] = []
@@ -564,26 +442,6 @@ def test_settings_are_refused_when_vllm_looks_for_cuda_graphs(monkeypatch: pytes
     with pytest.raises(InvalidRequest, match="kv_connector_extra_config has 'limits', and membroker knows: model"):
         Membroker.requires_piecewise_for_cudagraph({"limits": "1GiB"})
     assert len(told) == 1
-
-
-def test_borrowed_weights_need_the_worker_class() -> None:
-    with pytest.raises(InvalidRequest, match=r"--worker-cls membroker\.kv\.vllm\.Worker"):
-        memory.VllmMemory(VllmSettings(model="m", weights="borrowed"), SERVED, None)
-
-
-def test_what_fails_to_close_keeps_nothing_else_open() -> None:
-    """The driver has failed, and the memory of the cache goes with the process. The sessions end all the same."""
-    closed: list[str] = []
-
-    def fail() -> None:
-        raise DeviceFailure("munmap")
-
-    one: Any = memory.VllmMemory(VllmSettings(model="m"), SERVED, None)
-    one._ending.callback(lambda: closed.append("weights"))
-    one._ending.callback(lambda: closed.append("client"))
-    one._ending.callback(fail)
-    one.close()
-    assert closed == ["client", "weights"]
 
 
 def test_whatever_touches_weights_keeps_the_engine_awake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -625,16 +483,6 @@ class TestSeams:
         assert len([one for one in differences(seams.MEMBERS) if f"{method} takes (other, rest), not (" in one]) == 1
         with pytest.raises(InvalidRequest, match=rf"written for vLLM 0\.31 to 0\.33, and vLLM .* differs: .*{method}"):
             seams.check()
-
-    def test_another_version_with_the_same_methods_is_named(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-        seams.warn()
-        assert not caplog.text
-        monkeypatch.setattr("vllm.__version__", "0.34.1")
-        seams.warn()
-        assert "tested with vLLM 0.31 to 0.33, but not with 0.34.1" in caplog.text
 
 
 def test_the_commands_of_the_page_are_vllms() -> None:
@@ -680,14 +528,4 @@ def test_what_is_swapped_comes_back_byte_for_byte() -> None:
             halves = [bytes([byte + more]) * 3000 + bytes([gap + more]) * 1096 for more in (0, 100)]
             assert contents(block) == b"".join(halves), f"block {block}"
         space.close()
-        assert model.stats().books["host"].declared_bytes == 0
-
-
-@pytest.mark.parametrize(("size", "said"), [(5999, "at least 5.9 KiB, one block"), (4 * MIB, "host")])
-def test_swap_space_that_cannot_be_had(size: int, said: str) -> None:
-    with running({"host_capacity": 2 * MIB}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        model = client.model("chat")
-        layout = Layout(0, 2 * MIB, 16, [Strided(0, 6000, 6000)])
-        with pytest.raises(membroker.MembrokerError, match=said):
-            SwapSpace(source_of(model), layout, size, on_gpu=False)
         assert model.stats().books["host"].declared_bytes == 0

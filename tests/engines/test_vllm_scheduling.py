@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, running, until
+from tests.support.daemons import DEADLINE_SECONDS, running
 from tests.support.seeds import chosen_seed
 from tests.support.sizes import MIB
 
@@ -58,22 +58,6 @@ def test_a_full_cache_preempts_as_plain_vllm_does(
     print(f"preemptions: {plain.preemptions} plain, {elastic.preemptions} elastic")
     assert elastic.preemptions < 2 * plain.preemptions
     assert elastic.tokens < 1.2 * plain.tokens
-
-
-def test_a_watermark_leaves_room_to_grow(elastic_with: MakeScheduling) -> None:
-    """vLLM then admits fewer requests to a full cache, and preempts fewer. What stays free is borrowed, too."""
-    preempted = []
-    for watermark in (0.0, 0.05):
-        elastic = elastic_with(watermark=watermark)
-        elastic.add(8, 256, 500)
-        until(lambda made=elastic: made.step() and len(made.scheduler.running) == 8)  # what stays free is borrowed
-        while elastic.step():
-            pass
-        _fill(elastic)
-        elastic.serve(*REQUESTS)
-        preempted.append(elastic.preemptions)
-    print(f"preemptions: {preempted[0]} without a watermark, {preempted[1]} with one")
-    assert preempted[1] < preempted[0] / 2
 
 
 def test_what_is_preempted_is_computed_once(elastic_with: MakeScheduling) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import until
-from tests.support.engine_batches import compare
+from tests.support.engine_batches import Batch, story_of
 from tests.support.sleeping import Books, books, command, done, refused, refused_at_once
 from tests.support.vllm_engine import ANSWER_SECONDS, Build, Engine, write_model
 
@@ -32,7 +32,7 @@ DECLARED = 8 * MIB
 RELEASED = r"released ([\d.]+ [MG]iB) \(KV cache ([\d.]+ [MG]iB), weights ([\d.]+ [MG]iB|0 B)\)"
 
 
-def _long(build: Build) -> Any:
+def _long(build: Build) -> Batch:
     """A batch that takes longer than some commands, and fills much more than an engine at rest has."""
     return [[_RNG.randrange(3, 512) for _ in range(200)] for _ in range(16)], 4800 if build.on_gpu else 800
 
@@ -40,18 +40,6 @@ def _long(build: Build) -> Any:
 @pytest.fixture
 def environment(build: Build, in_place: dict[str, str]) -> dict[str, str]:
     return {} if build.on_gpu else in_place
-
-
-class Plain:
-    """Plain vLLM, which says what is right."""
-
-    def __init__(self, engine: Engine, batches: list[Any]) -> None:
-        self._engine = engine
-        self._known = [(batch, engine.generate(*batch)) for batch in batches]
-
-    def check(self, batch: Any, answer: Any) -> None:
-        expected = next(found for known, found in self._known if known is batch)
-        compare("prompts", answer, expected, self._engine, batch[0])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -63,7 +51,7 @@ def test_an_engine_sleeps_and_wakes_with_the_same_tokens(
     With two ranks each has a broker, and the operator asks one or the other.
     """
     model = write_model(tmp_path / "model", build.config, vocab_size=8192)
-    long = _long(build)
+    batches = {"one": PROMPTS, "burst": _long(build)}
     with ExitStack() as stack:
         config = {
             "capacity": 512 * build.unit,
@@ -78,10 +66,10 @@ def test_an_engine_sleeps_and_wakes_with_the_same_tokens(
             named |= {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
         first = stack.enter_context(Engine(build, model, environment=environment, enable_prefix_caching=False))
         engine = stack.enter_context(Engine(build, model, Path("/nowhere"), settings, **named))
-        plain = Plain(first.ready(), [PROMPTS, long])
+        story = story_of(Engine, build, model, batches, first.ready())
 
         def serves() -> None:
-            plain.check(PROMPTS, engine.generate(*PROMPTS))
+            story.check(engine, "one")
 
         def has() -> list[Books]:
             return [books(daemon, "chat") for daemon in daemons]
@@ -129,16 +117,16 @@ def test_an_engine_sleeps_and_wakes_with_the_same_tokens(
                 for daemon in daemons:
                     assert "waits for memory: " in refused(command(daemon, "wake", "chat", "--timeout", "2"))
                 assert engine.is_busy
-            plain.check(PROMPTS, engine.answer())
+            story.compare(engine.answer(), "one")
 
-        engine.ask(*long)
+        engine.ask(*batches["burst"])
         until(lambda: min(has()).device > weights + 3 * build.group)
         assert "chat is busy: its engine has requests after 0.2 s" in refused_at_once(
             next(words), "sleep", "chat", "--timeout", "0.2"
         )
         assert engine.is_busy, "it was not busy all the time"
         sleeping = command(next(words), "sleep", "chat", "--timeout", f"{ANSWER_SECONDS:g}")
-        plain.check(long, engine.answer())
+        story.compare(engine.answer(), "burst")
         assert "released" in done(sleeping)
         assert has() == [(0, weights)] * ranks
 

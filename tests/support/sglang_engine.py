@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.support import vllm_engine
-from tests.support.engine_batches import ROUNDING
 from tests.support.sizes import MIB
-from tests.support.template import PythonProcess
 
 IMPORTS = ("sglang.srt.managers.scheduler", "sglang.srt.entrypoints.engine")
 
@@ -112,12 +107,4 @@ class Engine(vllm_engine.Engine):
         if endpoint is not None:
             variables["MEMBROKER_ENDPOINT"] = str(endpoint)
             variables["MEMBROKER_SGLANG"] = json.dumps({**build.settings, **(settings or {})})
-        self.rounding = ROUNDING[build.options["dtype"]]
-        self._log = (model / f"log-{time.monotonic_ns()}").open("w+")
-        arguments = ["-m", "tests.support.sglang_serve", json.dumps({**keywords, **options})]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
-        how: dict[str, Any] = {**pipes, "text": True, "env": variables, "process_group": 0}
-        if build.on_gpu:
-            self.process = subprocess.Popen([sys.executable, *arguments], **how)
-        else:
-            self.process = PythonProcess([*arguments, "fork"], imports=IMPORTS, **how)
+        self._start("tests.support.sglang_serve", build, model, {**keywords, **options}, variables, IMPORTS)

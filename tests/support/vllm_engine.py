@@ -239,18 +239,31 @@ class Engine(Closing):
                         "connectors": [keywords["kv_transfer_config"], {**empty, "kv_role": "kv_producer"}]
                     },
                 }
-        self.rounding = ROUNDING[build.options["dtype"]]
-        self._log = (model / f"log-{time.monotonic_ns()}").open("w+")
-        arguments = ["-m", "tests.support.vllm_serve", json.dumps({**keywords, **options})]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
-        how: dict[str, Any] = {**pipes, "text": True, "env": variables, "process_group": 0}
-        if build.on_gpu or fresh:
-            self.process = subprocess.Popen([sys.executable, *arguments], **how)
-        else:
-            self.process = PythonProcess([*arguments, "fork"], imports=IMPORTS, **how)
+        fork_of = () if fresh else IMPORTS
+        self._start("tests.support.vllm_serve", build, model, {**keywords, **options}, variables, fork_of)
         if not build.on_gpu:
             # Ranks look for work without a pause, and on two cores they would starve the broker and the commands.
             os.setpriority(os.PRIO_PGRP, self.process.pid, 10)
+
+    def _start(
+        self,
+        module: str,
+        build: Build,
+        model: Path,
+        keywords: Mapping[str, Any],
+        variables: Mapping[str, str],
+        fork_of: tuple[str, ...],
+    ) -> None:
+        """Start what serves the model: on a CPU as a fork of a process that has imported `fork_of`, if that is any."""
+        self.rounding = ROUNDING[build.options["dtype"]]
+        self._log = (model / f"log-{time.monotonic_ns()}").open("w+")
+        arguments = ["-m", module, json.dumps(keywords)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
+        how: dict[str, Any] = {**pipes, "text": True, "env": variables, "process_group": 0}
+        if build.on_gpu or not fork_of:
+            self.process = subprocess.Popen([sys.executable, *arguments], **how)
+        else:
+            self.process = PythonProcess([*arguments, "fork"], imports=fork_of, **how)
 
     def ready(self) -> Engine:
         """Wait until it serves. Several engines can start at a time."""
