@@ -108,6 +108,14 @@ def test_what_has_a_target_is_told_beside_it(quick: tuple[Any, str]) -> None:
         assert line.rstrip().endswith("yes" if goal["reached"] else "NO")
 
 
+@pytest.mark.parametrize("which", ["load", "gpu"])
+def test_a_place_that_is_not_there_is_told_at_once(which: str) -> None:
+    """A file that cannot be written is refused at once, not after minutes of work."""
+    done = bench(which, "--json", "/nowhere/bench.json")
+    assert done.returncode == 2
+    assert "there is no directory /nowhere" in done.stderr
+
+
 def test_another_tree_is_measured_beside_this_one() -> None:
     """`--before TREE`, with this tree as the other: its core, and its daemon's time with a target for the ratio."""
     stage = Stage(quick=True, tell=lambda _: None)

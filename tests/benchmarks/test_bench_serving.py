@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import io
-import json
 import math
-import os
 import re
-import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,17 +16,13 @@ import pytest
 from benchmarks.harness.child import Child
 from benchmarks.harness.report import show, write_json
 from benchmarks.serving import __main__ as serving
-from benchmarks.serving import arms, kvcached, plot, report, sleep, summary
+from benchmarks.serving import arms, plot, report, sleep, summary
 from benchmarks.serving.figures import ModelFigures, Run, Sample, compare, of_model
-from benchmarks.serving.run import filled
-from benchmarks.serving.shapes import token_bytes, weight_bytes
+from benchmarks.serving.shapes import weight_bytes
 from benchmarks.serving.targets import goals
 from tests.support.sizes import GIB, MIB
 
-from membroker.vmm import Location, open_driver
-
 SETUP = arms.Setup("cuda", "qwen3-1.7b", 18 * GIB, 8192, 256)
-FASTER = (("static", 0.5), ("membroker", 0.6), ("membroker-shared", 0.5), ("kvcached", 1.2))
 FACTS = {"models": "3 x tiny", "KV cache in all": "1 GiB"}
 
 
@@ -137,25 +129,6 @@ def test_each_target_is_beside_its_figure() -> None:
     }
 
 
-def test_every_model_of_every_arm_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As text, as Markdown, and as JSON, which has no infinity."""
-    runs = [_run("static"), _run("membroker", lost=3), _run("static", load=0.5)]
-    tables = list(report.tables(runs))
-    assert [(title, len(table.rows)) for title, table in tables] == [
-        ("A2, 10 seconds, load x1, seed 1", 6),
-        ("A2, 10 seconds, load x0.5, seed 1", 3),
-    ]
-    assert all(len(row) == len(report.COLUMNS) for _, table in tables for row in table.rows)
-    assert tables[0][1].rows[3][:6] == ["membroker", "m0", "103", "0.10", "0.10", "never"]
-    show(FACTS, report.chapters(runs, goals(runs)), as_markdown=True, stream=sys.stdout)
-    assert "| membroker | m2 | 103 |" in capsys.readouterr().out
-    _write(tmp_path / "figures.json", FACTS, runs)
-    found = json.loads((tmp_path / "figures.json").read_text())
-    assert [run["arm"] for run in found["runs"]] == ["static", "membroker", "static"]
-    assert found["runs"][1]["models"][0]["ttft"][2] is None
-    assert len(found["runs"][0]["told"][0]["answers"]) == 100
-
-
 def test_arms_that_ran_one_by_one_are_shown_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What was written is read again, and answers are compared over the files."""
     files = [tmp_path / f"{arm}.json" for arm in ("static", "membroker", "other")]
@@ -205,22 +178,6 @@ def test_runs_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "serving.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_third_is_whole_pages_and_static_has_no_more() -> None:
-    """18 GiB are three times 96 pages of 64 MiB; 1.75 MiB is a block of the shape of Qwen3-1.7B."""
-    assert arms.ARMS["static"].third(SETUP) == 96 * 64 * MIB
-    assert token_bytes("qwen3-1.7b") == 112 << 10
-    assert token_bytes("llama-3.1-8b") == 128 << 10
-    static = arms.keywords(arms.ARMS["static"], SETUP, 0, Path("shape"))
-    assert static["num_gpu_blocks_override"] * 16 * (112 << 10) <= arms.ARMS["static"].third(SETUP)
-    ours = arms.keywords(arms.ARMS["membroker"], SETUP, 2, Path("shape"))
-    assert ours["served_model_name"] == "m2"
-    assert "num_gpu_blocks_override" not in ours
-    differ = {key for key in {*static, *ours} if static.get(key) != ours.get(key)}
-    assert differ == {"served_model_name", "num_gpu_blocks_override", "kv_transfer_config"}
-    borrowed = dataclasses.replace(SETUP, settings={"weights": "borrowed"})
-    assert "worker_cls" in arms.keywords(arms.ARMS["membroker"], borrowed, 0, Path("shape"))
-
-
 def test_one_copy_of_the_weights_leaves_more_for_the_caches() -> None:
     """8,030,261,248 parameters are 240 pages of 64 MiB: two of three copies are cache."""
     assert weight_bytes("llama-3.1-8b") == 2 * 8_030_261_248
@@ -239,81 +196,13 @@ def test_one_copy_of_the_weights_leaves_more_for_the_caches() -> None:
     )
 
 
-def test_a_device_can_be_filled_up_to_what_is_left() -> None:
-    """For engines that take what is free: 96 MiB are left of it, and all of it is free again at the end."""
-    with contextlib.closing(open_driver("host")) as driver:
-        before = driver.memory(Location.DEVICE)
-        assert before is not None
-        with filled(driver, 96 * MIB):
-            during = driver.memory(Location.DEVICE)
-            assert 96 * MIB <= during.free < 96 * MIB + 64 * MIB
-        assert driver.memory(Location.DEVICE) == before
-
-
-PROBE = """
-from benchmarks.harness.child import answering
-tell = answering()
-import os, sys, kvcached, vllm
-tell({"vllm": vllm.__version__, "patched": getattr(vllm, "patched", False), "python": os.environ.get("WRAPPED", ""),
-      "segment": os.environ["KVCACHED_IPC_NAME"]})
-"""
-
-
-def _site(place: Path, version: str) -> Path:
-    """A directory with a vLLM of its own, and with a kvcached that patches it as the real one does."""
-    for package, text in (("vllm", f"__version__ = {version!r}"), ("kvcached", "")):
-        (place / package).mkdir(parents=True)
-        (place / package / "__init__.py").write_text(text)
-    (place / "kvcached_autopatch.pth").write_text("import vllm; vllm.patched = True\n")
-    (place / "probe.py").write_text(PROBE)
-    return place
-
-
-def _probe(setup: arms.Setup, directory: Path) -> dict[str, Any]:
-    arm = arms.ARMS["kvcached"]
-    environment = arms.environment(arm, setup, 2, None, directory)
-    child = Child("probe", {}, environment, directory / "log", arms.interpreter(arm, setup))
-    try:
-        return child.hear()
-    finally:
-        child.close()
-
-
-def test_an_arm_may_have_an_engine_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """kvcached serves vLLM up to 0.30, and membroker newer ones. Its packages come first, and its .pth file is read."""
-    own, other = _site(tmp_path / "own", "0.33.0"), _site(tmp_path / "other", "0.30.0")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(own), *arms.OURS]))
-    setup = dataclasses.replace(SETUP, sites={"kvcached": other})
-    assert arms.why_not(arms.ARMS["kvcached"], "a2", setup) is None
-    segment = kvcached.segment(2)
-    assert _probe(setup, tmp_path) == {"vllm": "0.30.0", "patched": True, "python": "", "segment": segment}
-    assert "PYTHONPATH" in arms.environment(arms.ARMS["static"], setup, 0, None, tmp_path)
-    assert str(other) not in arms.environment(arms.ARMS["static"], setup, 0, None, tmp_path)["PYTHONPATH"]
-
-
-def test_goals_on_requests_of_real_services() -> None:
-    """While all fits, no model waits longer than with kvcached; beyond that more is answered well than with either."""
-    fits = {goal.what: goal for goal in goals([_run(arm, first, trace="recorded", load=2) for arm, first in FASTER])}
-    assert fits["RECORDED x2: TTFT p99 to kvcached's, the worst model"].reached
-    assert fits["RECORDED x2: membroker-shared: TTFT p99 to kvcached's, the worst model"].reached
-    assert not fits["RECORDED x2: m0, TTFT p99 to static's"].reached
-    beyond = {goal.what: goal for goal in goals([_run(arm, first, trace="recorded", load=4) for arm, first in FASTER])}
-    assert beyond["RECORDED x4: tokens/s to kvcached's, all models"].reached
-    for arm, reached in (("kvcached", True), ("static", False)):
-        goal = beyond[f"RECORDED x4: good/s to {arm}'s, all models"]
-        assert (goal.target, goal.reached) == (1.2, reached)
-    assert not any("TTFT" in what for what in beyond)
-
-
 @pytest.mark.parametrize(
     ("arm", "trace", "changes", "said"),
     [
         ("kvcached", "a2", {"sites": {"kvcached": Path("/tmp")}}, "nor from a --site of its own"),
-        ("kvcached", "a2", {"sites": {"kvcached": Path(sys.executable)}}, "nor from a --site of its own"),
         ("kvcached", "a2", {}, "cannot be imported"),
         ("sleep", "a2", {}, "only T3"),
         ("sleep", "t3", {}, None),
-        ("membroker-shared", "a2", {}, None),
         ("membroker-shared", "a2", {"device": "host"}, "repacks weights"),
     ],
 )
@@ -350,8 +239,6 @@ def test_an_engine_that_does_not_start_is_not_left_behind(
     ("arguments", "said"),
     [
         (["--site", "kvcached=/nowhere"], "--site takes ARM=PLACE"),
-        (["--site", "nothing=/tmp"], "--site takes ARM=PLACE"),
-        (["--site", "kvcached"], "--site takes ARM=PLACE"),
         ([], "needs vLLM (for --device host its CPU build)"),
     ],
 )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 
 import pytest
 from benchmarks.serving import __main__ as serving
-from benchmarks.serving import recorded
-from benchmarks.serving.recorded import Recorded, Unreadable, play, read
+from benchmarks.serving.recorded import Unreadable, play, read
 from benchmarks.serving.traces import MODELS, Request, Scale
 
 AZURE = """\
@@ -48,7 +46,7 @@ FORMATS = {"azure.csv": AZURE, "burstgpt.csv": BURSTGPT, "mooncake.jsonl": MOONC
 FIRST = ((0.0, 700, 50), (0.75, 80, 7), (0.75, 120, 11), (10.0, 3000, 200), (20.0, 9000, 900), (30.0, 44, 400))
 
 
-def written(directory: Path, text: str | bytes, name: str = "trace") -> str:
+def written(directory: Path, text: str, name: str = "trace") -> str:
     (directory / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     return str(directory / name)
 
@@ -61,12 +59,6 @@ def test_the_three_formats_say_the_same(name: str, tmp_path: Path) -> None:
     assert found.failed == (name == "burstgpt.csv")
 
 
-def test_columns_may_stand_in_another_order_and_lines_end_as_on_windows(tmp_path: Path) -> None:
-    """With the mark that Excel writes, a zone as in Azure's files of 2024, and spaces."""
-    text = "\ufeffGeneratedTokens, timestamp ,ContextTokens\r\n5, 2024-05-10 00:00:00.009930+00:00,8\r\n\r\n"
-    assert read(written(tmp_path, text), 1).rows == ((0.0, 8, 5),)
-
-
 def test_a_window_begins_after_the_first_request(tmp_path: Path) -> None:
     """Twenty seconds after it, for twenty seconds. A file may have an @ in its name."""
     path = written(tmp_path, AZURE, "a@b")
@@ -77,9 +69,8 @@ def test_a_window_begins_after_the_first_request(tmp_path: Path) -> None:
     assert len(read(f"{path}@99.5", 1).rows) == 1
     with pytest.raises(Unreadable, match=r"a@b@95 has no request in its 1 seconds"):
         read(f"{path}@95", 1)
-    for start in ("-1", "nan", "inf"):
-        with pytest.raises(Unreadable, match="a window begins at a number of seconds"):
-            read(f"{path}@{start}", 1)
+    with pytest.raises(Unreadable, match="a window begins at a number of seconds"):
+        read(f"{path}@nan", 1)
 
 
 def test_load_is_how_many_times_as_fast(tmp_path: Path) -> None:
@@ -97,38 +88,22 @@ def test_load_is_how_many_times_as_fast(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("", "is no trace of requests: its first line has neither"),
-        ("\0" * 9000, "is no trace of requests: its first line has neither"),
         ("x" * 70_000, "line 1 has more than 65,536 bytes"),
-        (gzip.compress(AZURE.encode()), "is no trace of requests"),
         (AZURE.splitlines()[0], "has no request in its 90 seconds"),
         (AZURE + "2024-02-03 04:09:06,1\n", "line 12 is no request: '2024-02-03 04:09:06,1'"),
-        (AZURE + f"2024-02-03 04:09:06,1,{'9' * 5000}\n", "line 12 is no request"),
         (AZURE + "2024-02-03 04:05:06,1,2\n", "line 12: it comes before the first request"),
         (BURSTGPT + "nan,ChatGPT,1,1,2,API log\n", "line 9 is no request"),
-        (BURSTGPT + '99,"ChatGPT,1,1,2\n', "line 9 is no request"),
-        (MOONCAKE + "[" * 60_000, "line 8 is no request"),
         (MOONCAKE + '{"timestamp": 1e999, "input_length": 1, "output_length": 1}', "line 8 is no request"),
         (MOONCAKE + '{"timestamp": 600, "input_length": 1}', "line 8 is no request"),
         (MOONCAKE + "\x1b[2J\n", r"line 8 is no request: '\x1b[2J'"),
     ],
 )
-def test_what_is_no_request_is_named_with_its_line(text: str | bytes, said: str, tmp_path: Path) -> None:
+def test_what_is_no_request_is_named_with_its_line(text: str, said: str, tmp_path: Path) -> None:
     """A damaged file, another kind of file, and numbers that no service had."""
     with pytest.raises(Unreadable) as refusal:
         read(written(tmp_path, text), 90)
     assert said in str(refusal.value)
     assert len(str(refusal.value)) < 400
-
-
-def test_a_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "MOST_REQUESTS", 7)
-    path = written(tmp_path, AZURE)
-    assert len(read(path, 40).rows) == 7
-    with pytest.raises(Unreadable, match="has more than 7 requests in its 90 seconds"):
-        read(path, 90)
-    monkeypatch.setattr(recorded, "MOST_ROWS", 7)
-    with pytest.raises(Unreadable, match="more than 7 lines"):
-        read(path, 40)
 
 
 def test_the_command_says_what_is_wrong_before_anything_starts(
@@ -138,7 +113,6 @@ def test_the_command_says_what_is_wrong_before_anything_starts(
     good = written(tmp_path, AZURE)
     for files, said in (
         ([good, good, str(tmp_path / "nothing")], "No such file or directory"),
-        ([good, good, str(tmp_path)], "Is a directory"),
         ([good, good, written(tmp_path, json.dumps([]), "other")], "other is no trace of requests"),
         ([good, f"{good}@200", good], "trace@200 has no request in its 9 seconds"),
         ([good, good], "expected 3 arguments"),
@@ -146,11 +120,3 @@ def test_the_command_says_what_is_wrong_before_anything_starts(
         with pytest.raises(SystemExit):
             serving.main(["--device", "host", "--requests", *files, "--time", "0.1", "--load", "1"])
         assert said in capsys.readouterr().err
-
-
-def test_a_load_at_which_nothing_comes_is_named(tmp_path: Path) -> None:
-    """The window of the slowest load is the shortest."""
-    found = Recorded("trace", ((9.5, 1, 1),))
-    assert len(play([found], Scale(time=0.1, load=2)).works[0].requests) == 1
-    with pytest.raises(Unreadable, match="trace has no request in its 9 seconds"):
-        play([found], Scale(time=0.1, load=1))

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,46 +34,45 @@ def test_a_commit_that_is_ready_has_no_problem_and_may_be_released_again(tree: P
     assert list(release.problems(tree)) == []
 
 
-def forget_chart(tree: Path) -> None:
-    change(tree, "deploy/helm/membroker/Chart.yaml", f"appVersion: {VERSION}", "appVersion: 0.0.9")
-    commit(tree)
-
-
-def forget_change_log(tree: Path) -> None:
-    change(tree, "CHANGELOG.md", rf"\[{VERSION}\] - 2026", "[0.0.9] - 2026")
-    commit(tree)
-
-
-def forget_home(tree: Path) -> None:
-    change(tree, "pyproject.toml", "https://example.org", "https://membroker.example")
-    commit(tree)
-
-
-def forget_file(tree: Path) -> None:
-    (tree / "forgotten.py").touch()
-
-
-def release_twice(tree: Path) -> None:
-    git(tree, "tag", "--annotate", "--message=it", f"v{VERSION}")
-    change(tree, "CHANGELOG.md", "Unreleased", "Unreleased soon")
-    commit(tree)
-
-
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("file", "was", "now", "says"),
     [
-        (forget_chart, f"Chart.yaml has 0.0.9, {VERSION}, and pyproject.toml {VERSION}"),
-        (forget_change_log, f"CHANGELOG.md has no section `## [{VERSION}] - YYYY-MM-DD`"),
-        (forget_home, "placeholders (https://membroker.example)"),
-        (forget_file, "the tree has changes that are not committed, such as forgotten.py"),
-        (release_twice, f"the tag v{VERSION} is on another commit"),
+        (
+            "deploy/helm/membroker/Chart.yaml",
+            f"appVersion: {VERSION}",
+            "appVersion: 0.0.9",
+            f"Chart.yaml has 0.0.9, {VERSION}, and pyproject.toml {VERSION}",
+        ),
+        (
+            "CHANGELOG.md",
+            rf"\[{VERSION}\] - 2026",
+            "[0.0.9] - 2026",
+            f"CHANGELOG.md has no section `## [{VERSION}] - YYYY-MM-DD`",
+        ),
+        (
+            "pyproject.toml",
+            "https://example.org",
+            "https://membroker.example",
+            "placeholders (https://membroker.example)",
+        ),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ids=["chart", "change log", "home"],
 )
-def test_what_is_missing_is_one_sentence(tree: Path, spoil: Callable[[Path], None], says: str) -> None:
-    spoil(tree)
+def test_what_is_missing_is_one_sentence(tree: Path, file: str, was: str, now: str, says: str) -> None:
+    change(tree, file, was, now)
+    commit(tree)
     (problem,) = release.problems(tree)
     assert says in problem
+
+
+def test_what_is_not_committed_or_has_the_tag_already_is_not_released(tree: Path) -> None:
+    (tree / "forgotten.py").touch()
+    (problem,) = release.problems(tree)
+    assert "the tree has changes that are not committed, such as forgotten.py" in problem
+    git(tree, "tag", "--annotate", "--message=it", f"v{VERSION}")
+    commit(tree)
+    (problem,) = release.problems(tree)
+    assert f"the tag v{VERSION} is on another commit" in problem
 
 
 def test_without_a_builder_the_tool_says_what_to_install(tmp_path: Path) -> None:
