@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.sizes import MIB
 
 ROOT = Path(__file__).parents[2]
@@ -35,13 +35,3 @@ def test_it_borrows_writes_and_gives_back(daemon: Daemon) -> None:
     books = daemon.books()
     assert (books.lent_bytes, books.releasing_bytes, books.unaccounted_bytes) == (0, 0, 0)
     until(lambda: daemon.descriptors() <= descriptors)
-
-
-def test_a_refusal_is_the_brokers_own_sentence() -> None:
-    """Where the tenant may hold one page only, the example ends with the numbers, and leaves nothing lent."""
-    with running({"tenants": {"red": {"limit": "2MiB"}}}) as daemon:
-        done = run(daemon)
-        assert done.returncode == 1
-        assert "may hold 2.0 MiB" in done.stderr
-        until(lambda: not daemon.sessions())
-        assert daemon.books().lent_bytes == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,16 @@ def test_tensors_within_a_limit(run: Run) -> None:
         "|PPPP|",
     ):
         assert line in said
+
+
+def test_every_block_of_the_page_on_virtual_memory_runs(run: Run, tmp_path: Path) -> None:
+    """One after the other, in one process, which forgets nothing."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "vmm.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    page = tmp_path / "vmm_page.py"
+    page.write_text("\n".join(blocks))
+    said = ["b'bytes'", "b'first' b'ov' 3", "b'first' 1", "b'one'", "EACCES", "b'over both' b'over'", "EACCES"]
+    assert run(str(page)) == [*said, "2 True Read"]
 
 
 @pytest.mark.deep
