@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -13,22 +12,7 @@ from tests.support.sizes import MIB
 from tests.support.workers import worker
 
 from membroker.cli import doctor
-from membroker.cli import main as cli
 from membroker.v1 import admin_pb2
-
-
-def test_a_running_broker_is_found(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> None:
-    """Somebody drained it yesterday, and every request is refused: that is a warning."""
-    endpoint = str(daemon.endpoint("red"))
-    assert cli.main(["doctor", "--json", "--endpoint", endpoint]) == 0
-    (found,) = [each for each in json.loads(capsys.readouterr().out) if each["name"] == "broker"]
-    assert (found["status"], found["advice"]) == ("ok", "")
-    assert "lends 256.0 MiB (device)" in found["found"]
-    with daemon.admin_stub() as stub:
-        stub.Drain(admin_pb2.DrainRequest())
-        check = doctor.check_broker(endpoint, {})
-        stub.Undrain(admin_pb2.UndrainRequest())
-    assert (check.status, check.advice) == ("warn", "`membroker undrain` lends again")
 
 
 def test_memory_that_no_session_explains_is_a_warning() -> None:
@@ -37,8 +21,7 @@ def test_memory_that_no_session_explains_is_a_warning() -> None:
     lie = "client._session.reconnecting.release(list(pool._holding.extents.values())[{}])"
     with running(config) as daemon, worker() as liar:
         endpoint = str(daemon.endpoint("red"))
-        liar.connect(daemon)
-        liar.do("pool = client.model('m').pool(page_size='2MiB'); pool.allocate(0, '32MiB')")
+        liar.connect(daemon).do("pool = client.model('m').pool(page_size='2MiB'); pool.allocate(0, '32MiB')")
         liar.do(lie.format(":12"))
         until(lambda: daemon.books().unaccounted_bytes == 24 * MIB)
         check = doctor.check_unaccounted(endpoint, {})
@@ -72,7 +55,12 @@ def test_no_broker_a_broker_and_a_dead_one(daemon: Daemon, monkeypatch: pytest.M
         Path(directory, "membroker").symlink_to(daemon.root.parent)
         broker, packages = checked()
         assert (broker.status, packages.status) == ("ok", "ok")
+        assert "lends 256.0 MiB (device)" in broker.found
         assert packages.found == "missing: pydantic; only a daemon needs it, and one runs here"
+        with daemon.admin_stub() as stub:
+            stub.Drain(admin_pb2.DrainRequest())
+        broker, _ = checked()
+        assert (broker.status, broker.advice) == ("warn", "`membroker undrain` lends again")
         daemon.kill()
         broker, packages = checked()
     assert (broker.status, packages.status) == ("warn", "fail")

@@ -48,9 +48,9 @@ def answer(daemon: Daemon, name: str, typed: str) -> tuple[int, str]:
         return terminal.wait(DEADLINE_SECONDS), terminal.output.decode()
 
 
-def test_a_question_that_is_not_answered_by_yes_ends_nothing(daemon: Daemon, victim: Victim) -> None:
-    """The operator sees that the process serves another tenant, too, and thinks better of it."""
-    pid = str(victim.worker.pid)
+def test_only_yes_ends_a_process(daemon: Daemon, victim: Victim) -> None:
+    """The operator sees that it serves another tenant, too, and thinks better of it. Then it is ended all the same."""
+    pid = victim.worker.pid
     for typed in ("\n", "maybe\n", "\x04"):
         status, shown = answer(daemon, victim.red, typed)
         assert status == 1, typed
@@ -61,14 +61,12 @@ def test_a_question_that_is_not_answered_by_yes_ends_nothing(daemon: Daemon, vic
             assert all(figure in line for figure in figures)
         assert victim.lives()
     assert refused("evict", victim.red, at=daemon.admin, status=2).endswith(": give --yes"), "nobody could be asked"
+    assert "sessions/1 cannot be evicted: it is not known" in refused("evict", "sessions/1", "--yes", at=daemon.admin)
     assert victim.lives()
-    assert "evict" not in daemon.log()
-
-
-def test_a_question_that_is_answered_by_yes(daemon: Daemon, victim: Victim) -> None:
+    assert "evicts" not in daemon.log()
     status, out = answer(daemon, victim.blue, "y\n")
     assert status == 0
-    assert f"process {victim.worker.pid} of blue and red was sent SIGTERM" in out
+    assert f"process {pid} of blue and red was sent SIGTERM" in out
     assert victim.worker.process.wait(DEADLINE_SECONDS) == -signal.SIGTERM
     until(lambda: is_clean(daemon))
 
@@ -83,12 +81,3 @@ def test_a_script_that_says_yes(daemon: Daemon, victim: Victim) -> None:
         assert sessions == [(victim.red, "tenants/red", 16 * MIB), (victim.blue, "tenants/blue", 32 * MIB)]
         assert victim.worker.process.wait(DEADLINE_SECONDS) == -signal.SIGTERM
         bystander.do("client.model('search').allocate('2MiB').close()")
-
-
-def test_what_the_broker_refuses(daemon: Daemon) -> None:
-    """It refuses a session that it does not know, whether or not somebody could be asked."""
-    for options in ((), ("--yes",)):
-        said = refused("evict", "sessions/1", *options, at=daemon.admin)
-        assert "sessions/1 cannot be evicted: it is not known" in said
-    assert daemon.figure("membroker_evictions_total") == 0
-    assert "evicts" not in daemon.log()

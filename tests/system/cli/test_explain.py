@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.command import good, refused
+from tests.support.command import good
 from tests.support.daemons import Daemon, running, until
-from tests.support.raw import Session, allocation, reason
+from tests.support.raw import Session
 from tests.support.sizes import MIB
 
 import membroker
-from membroker.errors import ModelNotFound
-from membroker.v1 import handoff_pb2 as pb
 
 
 def explain(endpoint: Path, *arguments: str) -> str:
@@ -43,19 +41,6 @@ def test_a_refused_request_is_explained_by_its_name(daemon: Daemon, transport: s
             assert "now: red/Qwen/Qwen3-8B uses 0 B of device memory, has a limit of 8.0 MiB" in out
         (told,) = json.loads(explain(daemon.admin, "red/Qwen/Qwen3-8B", "--json"))["decisions"]
         assert (told["kind"], told["result"], told["size_bytes"]) == ("refused", "MODEL_LIMIT", 10 * MIB)
-
-
-def test_a_program_that_asks_again_and_again_is_told_of_once(daemon: Daemon, red: membroker.Client) -> None:
-    """An operator reads one story and not eight: the newest refusal, how many were like it, and what to do."""
-    model = red.model("chat", limit="8MiB")
-    for size in ["10MiB"] * 2 + ["12MiB"] + ["10MiB"] * 3:
-        with pytest.raises(membroker.OutOfMemory):
-            model.allocate(size)
-    lines = explain(daemon.endpoint("red"), "chat").splitlines()
-    told = [line.partition("refused ")[2].partition(", sessions")[0] for line in lines if "Z  refused" in line]
-    assert told == [f"(MODEL_LIMIT): {size}.0 MiB" for size in (10, 12, 10)]
-    assert [line.split()[1] for line in lines if " more like it since " in line] == ["2", "1"]
-    assert sum("`membroker quota set red/chat --limit SIZE`" in line for line in lines) == 1
 
 
 def test_a_wait_is_explained_while_it_lasts_and_after(
@@ -128,30 +113,3 @@ def test_a_recall_is_explained_by_what_wanted_the_memory() -> None:
         assert "chat" not in out
         assert f"{blue.session} was asked to release" in out
         assert "A request of red/chat found no room." in explain(daemon.admin, "blue/batch")
-
-
-def test_a_tenant_neither_sees_nor_writes_anothers_record(
-    daemon: Daemon, red: membroker.Client, blue: membroker.Client
-) -> None:
-    """Blue looks at what is red's, and asks for memory of red's model."""
-    model = red.model("chat", limit="2MiB")
-    with pytest.raises(membroker.OutOfMemory) as caught:
-        model.allocate("4MiB")
-    with pytest.raises(ModelNotFound):
-        blue.decisions(model.resource_name)
-    assert blue.decisions(caught.value.request) == []
-    with Session(daemon.endpoint("blue")) as session:
-        session.send(pb.Frame(request_id=7, allocate=allocation(model.resource_name, 4 * MIB)))
-        assert reason(session.answer(7)[0]) == "MODEL_NOT_FOUND"
-    assert [one.request for one in red.decisions("chat")] == [caught.value.request]
-
-
-def test_what_is_unknown_is_a_sentence(daemon: Daemon, red: membroker.Client) -> None:
-    red.model("quiet")
-    assert explain(daemon.endpoint("red"), "quiet").startswith("the broker remembers no refusal, wait or recall of")
-    for name, complaint in (
-        ("quite", "there is no model 'quite' now, did you mean quiet?"),
-        ("sessions/1/requests/1", "the broker remembers nothing about sessions/1/requests/1"),
-        ("../x", "is neither a model nor a request"),
-    ):
-        assert complaint in refused("explain", name, at=daemon.endpoint("red"))

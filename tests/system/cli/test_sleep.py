@@ -28,8 +28,7 @@ model.on_sleep(tell)
 def engine(daemon: Daemon) -> Iterator[Worker]:
     """A worker of red whose answer the test sets."""
     with worker() as one:
-        one.connect(daemon)
-        one.do(_ENGINE)
+        one.connect(daemon).do(_ENGINE)
         yield one
 
 
@@ -76,8 +75,7 @@ def test_what_it_says_of_a_model_that_cannot(daemon: Daemon, engine: Worker) -> 
     assert "\x1b" not in late, "an engine's text cannot paint the terminal"
     assert "there is no model 'none' now" in refused(command(daemon, "sleep", "none"))
     with worker() as other:
-        other.connect(daemon, "blue")
-        other.do("model = client.model('chat')")
+        other.connect(daemon, "blue").do("model = client.model('chat')")
         assert "give blue/chat or red/chat" in refused(command(daemon, "sleep", "chat"))
         cannot = refused(command(daemon, "sleep", "blue/chat"))
         assert "blue/chat cannot sleep: this program has no engine that can sleep" in cannot

@@ -26,8 +26,7 @@ def test_the_life_of_a_tenant(daemon: Daemon, tmp_path: Path) -> None:
     (row,) = json.loads(good("tenant", "list", "--json", at=daemon.admin))
     assert (row["settings"]["uids"], row["books"]["device"]["limit_bytes"], row["deleting"]) == ([], 128 * MIB, False)
     with worker() as one:
-        one.connect(daemon, "pod-1")
-        one.do("kept = client.model('chat').allocate('32MiB')")
+        one.connect(daemon, "pod-1").do("kept = client.model('chat').allocate('32MiB')")
         status, out, _ = run("tenant", "delete", "pod-1", "--timeout", "0.05", at=daemon.admin)
         assert status == 1
         assert one.ask("client.session").removeprefix("sessions/") in out
