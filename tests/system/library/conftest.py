@@ -7,12 +7,17 @@ from collections.abc import Iterator
 import pytest
 from tests.support.daemons import Daemon, Shared
 
+import membroker
+
 
 @pytest.fixture
 def daemon(shared: Shared) -> Iterator[Daemon]:
-    """A daemon that nobody uses: host driver, 256 MiB, the tenants red and blue. A model ends with its last session.
-
-    Other tests of the file may have used it before: its log, its counters and its revision do not begin here.
-    """
+    """One for the file: its log and counters may be older than the test. A model ends with its last session."""
     with shared.borrowed() as one:
+        yield one
+
+
+@pytest.fixture
+def client(daemon: Daemon, transport: str) -> Iterator[membroker.Client]:
+    with membroker.connect(daemon.endpoint(), transport=transport) as one:
         yield one

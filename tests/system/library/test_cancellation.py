@@ -17,7 +17,7 @@ from tests.system.library.test_waiting import waiting
 
 import membroker
 from membroker import versions
-from membroker.errors import Cancelled, OutOfMemory
+from membroker.errors import Cancelled
 
 CAPACITY = 64 * MIB
 LONG = 600
@@ -43,12 +43,6 @@ def in_scope(scope: membroker.CancelScope, work: Callable[[], Any]) -> Caller:
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
     with running({"capacity": CAPACITY}) as one:
-        yield one
-
-
-@pytest.fixture
-def client(daemon: Daemon, transport: str) -> Iterator[membroker.Client]:
-    with membroker.connect(daemon.endpoint(), transport=transport) as one:
         yield one
 
 
@@ -124,10 +118,7 @@ def test_a_call_that_waits_for_another_call(daemon: Daemon, client: membroker.Cl
 def test_a_call_that_begins_while_the_client_closes(
     daemon: Daemon, others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread has reserved its addresses, and asks for memory when the close has ended all calls: it is refused.
-
-    With another call in flight the close goes on over a new connection, and without one over the old one.
-    """
+    """It has its addresses, and asks for memory when the close has ended all calls, over an old or a new connection."""
     reserved, closing = threading.Event(), threading.Event()
     client = membroker.connect(daemon.endpoint())
     model = client.model("m")
@@ -170,10 +161,8 @@ def test_while_the_broker_is_away(daemon: Daemon) -> None:
 @pytest.mark.deep
 def test_grants_and_cancellations_cross(daemon: Daemon, client: membroker.Client) -> None:
     """Threads give up at any moment while memory comes and goes: in the end all of it is there."""
-    seed = chosen_seed()
-    chance = random.Random(seed)
+    chance = random.Random(chosen_seed())
     model = client.model("m")
-    outcomes = set()
     for _ in range(40):
         held = [model.allocate(PAGE) for _ in range(CAPACITY // PAGE)]
         scopes = [membroker.CancelScope() for _ in range(8)]
@@ -184,14 +173,10 @@ def test_grants_and_cancellations_cross(daemon: Daemon, client: membroker.Client
             deed()
         for caller in callers:
             caller.end()
-            outcomes.add(type(caller.error))
+            assert isinstance(caller.error, Cancelled | None)
             if caller.error is None:
                 caller.result.close()
-        assert daemon.books().lent_bytes == 0
-        assert waiting(daemon) == 0
-    assert outcomes <= {type(None), Cancelled}
-    with pytest.raises(OutOfMemory):
-        model.allocate(2 * CAPACITY)
+        assert (daemon.books().lent_bytes, waiting(daemon)) == (0, 0)
 
 
 @one_transport

@@ -95,20 +95,17 @@ class TestBrokerGone:
 
     @one_transport
     @pytest.mark.deep
-    def test_stopped_while_a_client_closes(self, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_stopped_while_a_client_closes(
+        self, daemon: Daemon, transport: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """It waits once, for the goodbye, and not for each piece of memory."""
         monkeypatch.setattr(reconnecting, "CONTROL_SECONDS", 3600.0)
-        with running({"host_capacity": "64MiB"}) as daemon:
-            client = membroker.connect(daemon.endpoint(), transport=transport)
-            model = client.model("m")
-            pool = model.pool(page_size=PAGE, virtual_capacity="64MiB")
-            pool.allocate(0, 2 * PAGE)
-            pool.offload(0, PAGE)
-            buffers = [model.allocate(PAGE) for _ in range(3)]
-            with hold_still(daemon):
-                client.close()
-            assert all(buffer.closed for buffer in buffers)
-            assert mapped_extents() == 0
+        client = membroker.connect(daemon.endpoint(), transport=transport)
+        buffers = [client.model("m").allocate(PAGE) for _ in range(3)]
+        with hold_still(daemon):
+            client.close()
+        assert all(buffer.closed for buffer in buffers)
+        assert mapped_extents() == 0
 
     def test_killed_while_threads_wait(self, daemon: Daemon, transport: str) -> None:
         """Every thread that waits for an answer is told; none hangs."""

@@ -18,7 +18,6 @@ from typing import Any
 
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.descriptor_pool import Default
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message import Message
@@ -29,7 +28,7 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from tests.support import daemons
 from tests.support.daemons import Daemon
-from tests.support.raw import Session, admin_call, grpc_call, reason
+from tests.support.raw import Session, admin_call, allocation, grpc_call, reason
 from tests.system.test_reload import reload
 
 from membroker.v1 import admin_pb2 as apb
@@ -64,45 +63,28 @@ GUARANTEE = 250 << 20
 """What another tenant is guaranteed, in bytes: more than is free then."""
 DEADLINE_SECONDS = 4_102_444_800
 """A drain's, in the year 2100."""
-LEFT_AT_ZERO = (
-    {
-        f"membroker.v1.{name}Request.request_id"
-        for name in (
-            *("AllocateExtents", "ReleaseExtents", "DeclareMemory"),
-            *("CreateSegment", "SealSegment", "AttachSegment", "DetachSegment", "DeleteSegment"),
-            *("RegisterModel", "UnregisterModel"),
-        )
-    }
-    | {
-        f"membroker.v1.ModelBooks.{name}"
-        for name in (
-            *("releasing_bytes", "guarantee_bytes", "waiting_bytes", "waiting_requests"),
-            *("share_bytes", "recallable_bytes", "recalled_bytes", "late_bytes"),
-        )
-    }
-    | {  # of a broker that has what no daemon of a test needs, or is in trouble
-        f"membroker.v1.Device.{name}"
-        for name in (
-            *("detached_sessions", "draining", "journal_full", "driver_fallback", "device_lost", "asleep_sessions"),
-            *("reload_problems", "pending_keys", "guests", "asleep_guests"),
-        )
-    }
-    | {
-        f"membroker.v1.LocationBooks.{name}"
-        for name in (
-            *("releasing_bytes", "stock_bytes", "headroom_bytes", "gate_reserve_bytes", "reserved_bytes"),
-            *("guarantee_shortfall_bytes", "waiting_bytes", "waiting_requests"),
-        )
-    }
-    | {f"membroker.v1.Session.{name}" for name in ("observer", "more_models", "more_segments", "pod_uid", "pod_name")}
-    | {f"membroker.v1.Decision.{name}" for name in ("returned_bytes", "after_ms", "guaranteed", "wanted_by")}
-    | {f"membroker.v1.Available.{name}" for name in ("guarantee_bytes", "tenant_limit_bytes")}
-    | {f"membroker.v1.List{name}Response.next_page_token" for name in ("Sessions", "Segments")}
-    | {  # only in listings
-        f"membroker.v1.Model.{name}"
-        for name in ("idle_sleep_ms", "asleep_sessions", "asleep_since", "asleep_by_itself", "guests")
-    }
-)
+LEFT_AT_ZERO = {
+    f"membroker.v1.{message}.{field}"
+    for messages, fields in {
+        "AllocateExtentsRequest ReleaseExtentsRequest DeclareMemoryRequest": "request_id",
+        "CreateSegmentRequest SealSegmentRequest AttachSegmentRequest DetachSegmentRequest": "request_id",
+        "DeleteSegmentRequest RegisterModelRequest UnregisterModelRequest": "request_id",
+        "ModelBooks": "releasing_bytes guarantee_bytes waiting_bytes waiting_requests share_bytes recallable_bytes "
+        "recalled_bytes late_bytes",
+        # Of a broker that has what no daemon of a test needs, or is in trouble.
+        "Device": "detached_sessions draining journal_full driver_fallback device_lost asleep_sessions reload_problems "
+        "pending_keys guests asleep_guests",
+        "LocationBooks": "releasing_bytes stock_bytes headroom_bytes gate_reserve_bytes reserved_bytes "
+        "guarantee_shortfall_bytes waiting_bytes waiting_requests",
+        "Session": "observer more_models more_segments pod_uid pod_name",
+        "Decision": "returned_bytes after_ms guaranteed wanted_by",
+        "Available": "guarantee_bytes tenant_limit_bytes",
+        "ListSessionsResponse ListSegmentsResponse": "next_page_token",
+        "Model": "idle_sleep_ms asleep_sessions asleep_since asleep_by_itself guests",  # only in listings
+    }.items()
+    for message in messages.split()
+    for field in fields.split()
+}
 
 
 def encode(frame: pb.Frame) -> bytes:
@@ -134,10 +116,7 @@ def from_json(document: Any) -> pb.Frame:
 
 
 def test_each_vector_is_what_it_means() -> None:
-    """A field that was renumbered, renamed, or given another type reads differently, or not at all.
-
-    What was decoded is written as it was, and so is what is written from scratch.
-    """
+    """A field that was renumbered, renamed, or given another type reads or is written differently, or not at all."""
     for vector in VECTORS:
         data = bytes.fromhex(vector["hex"])
         frame = handoff.decode(data)
@@ -285,9 +264,8 @@ def _want_what_is_guaranteed(daemon: Daemon) -> None:
     assert not isinstance(admin_call(daemon.admin, "SetQuota", quota), Status)
     with Session(daemon.endpoint("blue")) as session:
         session.call(register_model=bpb.RegisterModelRequest(model_id="m"))
-        wanted = bpb.AllocateExtentsRequest(
-            model="tenants/blue/models/m", extent_bytes=GUARANTEE, count=1, wait=Duration()
-        )
+        wanted = allocation("tenants/blue/models/m", GUARANTEE)
+        wanted.wait.SetInParent()
         assert reason(session.call(allocate=wanted)) == "CAPACITY"
 
 

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.daemons import hold_still, running, until
 from tests.support.sizes import MIB
 from tests.support.sleeping import Books, books, command, done, refused
 from tests.support.toy_engine import Request, ToyEngine
@@ -58,8 +57,7 @@ class Engine:
         self.daemons = [stack.enter_context(running(config)) for config in (first, second)]
         self.workers = stack.enter_context(workers(2))
         for worker, daemon in zip(self.workers, self.daemons, strict=True):
-            worker.connect(daemon, outage=0.0)
-            worker.do(RANK)
+            worker.connect(daemon, outage=0.0).do(RANK)
         self.ranks = stack.enter_context(Ranks([worker.ask("rank.address") for worker in self.workers], PAGE))
         self.cache = ElasticCache(self.ranks, Layout(0, PAGE, BLOCKS, [Strided(0, MIB, MIB)]), keep="1GiB")
         self.toy = toy
@@ -138,12 +136,6 @@ def test_a_broker_that_is_away_is_not_waited_for(start: Start) -> None:
     engine.cache.close()
 
 
-def owners(engine: Engine, stack: ExitStack, daemons: list[Daemon]) -> list[Any]:
-    """Return a model of another tenant at each of these brokers."""
-    clients = [stack.enter_context(membroker.connect(one.endpoint("blue"))) for one in daemons]
-    return [client.model("owner") for client in clients]
-
-
 def test_two_brokers_recall_at_a_time(start: Start) -> None:
     """Each gets its answer as soon as its own memory is back, of a busy engine too."""
     engine = start(HALF_FREE, HALF_FREE)
@@ -152,10 +144,10 @@ def test_two_brokers_recall_at_a_time(start: Start) -> None:
     engine.until(lambda: len(engine.toy.running) == 3)
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         sizes = 48 * MIB, 24 * MIB
-        models = owners(engine, stack, engine.daemons)
         waiting = []
-        for model, rank, size in zip(models, engine.ranks._ranks, sizes, strict=True):
-            waiting.append(pool.submit(partial(model.allocate, size, timeout=600)))
+        for daemon, rank, size in zip(engine.daemons, engine.ranks._ranks, sizes, strict=True):
+            owner = stack.enter_context(membroker.connect(daemon.endpoint("blue"))).model("owner")
+            waiting.append(pool.submit(partial(owner.allocate, size, timeout=600)))
             until(lambda rank=rank: rank.recall)
         engine.until(lambda: all(one.done() for one in waiting))
         for one in waiting:
@@ -195,10 +187,7 @@ class Passed:
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rank_that_dies_is_no_surprise_to_the_scheduler(start: Start, dead: int) -> None:
-    """Its thread goes on until the engine ends it: only the threads of the cache have ended.
-
-    The close releases the memory of the other rank, whichever it is, and that rank answers no more recalls.
-    """
+    """Only the cache's threads end. The close releases the memory of the other rank, which answers no more recalls."""
     engine = start({}, {})
     engine.workers[dead].kill()
     until(lambda: engine.used()[dead] == 0)
@@ -268,106 +257,50 @@ class Slept:
 
 
 WEIGHTS = 3 * PAGE
-HOST = {"host_capacity": 64 * MIB}
+HOST = {"capacity": 64 * MIB, "host_capacity": 64 * MIB}
 
 
 @pytest.fixture
-def slept(start: Start) -> Iterator[Callable[..., Slept]]:
-    """Start an engine that can sleep, over daemons with these configurations."""
+def slept(start: Start) -> Iterator[Slept]:
+    """An engine that can sleep."""
+    engine = start(HOST, HOST)
     with ExitStack() as stack:
-        engines: list[Engine] = []
-
-        def begin(first: dict[str, Any], second: dict[str, Any]) -> Slept:
-            engines.append(start(first, second))
-            return Slept(stack, engines[0])
-
-        yield begin
-        stack.close()
-        for engine in engines:
-            engine.cache.close()
+        yield Slept(stack, engine)
+    engine.cache.close()
 
 
-def test_all_ranks_sleep_and_wake_whichever_broker_is_asked(slept: Callable[..., Slept]) -> None:
+def test_all_ranks_sleep_and_wake_whichever_broker_is_asked(slept: Slept) -> None:
     """And the next request wakes all of them."""
-    one = slept(HOST, HOST)
-    one.serve()
+    slept.serve()
     for at in (0, 1):
-        one.sleep(at)
-        one.serve()
-        one.sleep(at)
-        done(command(one.engine.daemons[1 - at], "wake", "m"))
-        one.check_weights()
-        assert one.engine.used() == [PAGE, PAGE]
-    assert [worker.ask("emptied") for worker in one.engine.workers] == [[WEIGHTS] * 4] * 2
+        slept.sleep(at)
+        slept.serve()
+        slept.sleep(at)
+        done(command(slept.engine.daemons[1 - at], "wake", "m"))
+        slept.check_weights()
+        assert slept.engine.used() == [PAGE, PAGE]
+    assert [worker.ask("emptied") for worker in slept.engine.workers] == [[WEIGHTS] * 4] * 2
 
 
-def test_the_weights_of_all_ranks_stay_if_one_host_has_no_room(slept: Callable[..., Slept]) -> None:
-    """The caches go all the same, and the operator reads why at each broker."""
-    one = slept(HOST, {"host_capacity": PAGE})
-    for daemon in one.engine.daemons:
-        said = done(command(daemon, "sleep", "m"))
-        assert "(KV cache 2.0 MiB, weights 0 B)" in said
-        assert "weights kept: " in said
-        assert one.books() == [(Books(0, 0), Books(WEIGHTS, 0))] * 2
-    one.serve()
-
-
-def test_no_rank_computes_before_the_last_one_has_its_memory(
-    slept: Callable[..., Slept], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another tenant has taken it meanwhile. The operator reads so at the other broker, too.
-
-    In the end the other rank releases what it cannot use.
-    """
+def test_no_rank_computes_before_the_last_one_has_its_memory(slept: Slept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another tenant has taken it meanwhile: both operators read so, and the other rank releases what it cannot use."""
     monkeypatch.setattr(sleeper, "GIVE_WAY_SECONDS", 5.0)
-    config = {"tenants": {"red": {}, "blue": {}}, "capacity": 64 * MIB, **HOST}
-    one = slept(config, config)
-    one.sleep(0)
-    with ExitStack() as stack:
-        (owner,) = owners(one.engine, stack, one.engine.daemons[1:])
-        stack.enter_context(owner.allocate(60 * MIB))
-        one.request(7)
-        until(lambda: one.books()[0][1] == Books(WEIGHTS, 0))
-        for daemon in one.engine.daemons:
+    slept.sleep(0)
+    with (
+        membroker.connect(slept.engine.daemons[1].endpoint("blue")) as blue,
+        blue.model("owner").allocate(60 * MIB),
+    ):
+        slept.request(7)
+        until(lambda: slept.books()[0][1] == Books(WEIGHTS, 0))
+        for daemon in slept.engine.daemons:
             assert "waits for memory: " in refused(command(daemon, "wake", "m", "--timeout", "1.5"))
         for _ in range(100):
-            step(one.engine.cache, one.engine.toy)
-        assert not one.engine.toy.finished
-        until(lambda: one.books()[0][1] == Books(0, WEIGHTS))
-    one.engine.until(lambda: one.engine.toy.finished)
-    one.serve()
-    one.sleep(1)
-
-
-def test_a_rank_that_uses_weights_wakes_all_and_keeps_them_awake(slept: Callable[..., Slept], tmp_path: Path) -> None:
-    """What an engine calls in its ranks besides steps."""
-    one = slept(HOST, HOST)
-    one.sleep(0)
-    user, end = one.engine.workers[1], tmp_path / "end"
-    user.do("from pathlib import Path; from tests.support.daemons import until")
-    user.begin(
-        f"with rank.awake():\n    answer = bytes(weights.view(0, 5)).decode()\n    until(Path({str(end)!r}).exists)"
-    )
-    until(lambda: one.sleeper.state == "awake")
-    assert one.books() == [(Books(PAGE, 0), Books(WEIGHTS, 0))] * 2
-    assert "is busy" in refused(command(one.engine.daemons[0], "sleep", "m", "--timeout", "0.5"))
-    end.touch()
-    assert user.result() == "hello"
-    one.sleep(1)
-
-
-def test_no_rank_sleeps_before_the_last_one_has_passed_the_last_step(slept: Callable[..., Slept]) -> None:
-    """Nothing has memory but the first page, which has no fence of its own."""
-    one = slept(HOST, HOST)
-    one.engine.toy.make_fence = lambda: Passed(one.engine.ranks)  # type: ignore[assignment,return-value]
-    one.engine.workers[1].do("passed[0] = 0")
-    one.engine.cache.rest()
-    sleeping = command(one.engine.daemons[0], "sleep", "m")
-    until(lambda: one.sleeper.state == "falling_asleep" and one.engine.toy.fences[-1].looks > 10)
-    assert one.books() == [(Books(PAGE, 0), Books(WEIGHTS, 0))] * 2
-    one.engine.workers[1].do("passed[0] = 1")
-    done(sleeping)
-    assert one.books() == [(Books(0, 0), Books(0, WEIGHTS))] * 2
+            step(slept.engine.cache, slept.engine.toy)
+        assert not slept.engine.toy.finished
+        until(lambda: slept.books()[0][1] == Books(0, WEIGHTS))
+    slept.engine.until(lambda: slept.engine.toy.finished)
+    slept.serve()
+    slept.sleep(1)
 
 
 def test_a_rank_that_dies_in_its_sleep_ends_the_engine(start: Start) -> None:

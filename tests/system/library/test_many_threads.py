@@ -47,29 +47,25 @@ def test_a_thousand_threads() -> None:
         assert daemon.books().lent_bytes == 0
 
 
-def test_forty_handlers_while_memory_is_full(daemon: Daemon) -> None:
-    """All of them wait, some in the broker and the others in front of it; as memory comes back each gets its page.
-
-    Beside them a release, a read of the books, an attach and a call that does not wait are not held up.
-    """
-    with membroker.connect(daemon.endpoint()) as client:
-        model, other = client.model("m"), client.model("other")
-        segment = other.create_segment("weights", PAGE)
-        held = [other.allocate(PAGE) for _ in range(client.capacities["device"] // PAGE - 1)]
-        handlers = [Caller(lambda: model.allocate(PAGE, timeout=LONG)) for _ in range(HANDLERS)]
-        until(lambda: waiting(daemon) == MOST_PATIENT)
-        reader = Caller(lambda: client.attach("weights", timeout=LONG))
-        assert other.stats().name == other.resource_name
-        with pytest.raises(OutOfMemory):
-            other.allocate(PAGE, timeout=0)
-        client.model("third").leave()
-        segment.seal()
-        reader.value().close()
-        while handlers:
-            held.pop().close()
-            until(lambda handlers=handlers: any(not one.is_alive() for one in handlers))
-            done = [one for one in handlers if not one.is_alive()]
-            held += [one.value() for one in done]
-            handlers = [one for one in handlers if one not in done]
-        assert waiting(daemon) == 0
-        assert daemon.books().free_bytes == 0
+def test_forty_handlers_while_memory_is_full(daemon: Daemon, red: membroker.Client) -> None:
+    """They wait in the broker and in front of it, and hold up no release, read, attach, or call that does not wait."""
+    model, other = red.model("m"), red.model("other")
+    segment = other.create_segment("weights", PAGE)
+    held = [other.allocate(PAGE) for _ in range(red.capacities["device"] // PAGE - 1)]
+    handlers = [Caller(lambda: model.allocate(PAGE, timeout=LONG)) for _ in range(HANDLERS)]
+    until(lambda: waiting(daemon) == MOST_PATIENT)
+    reader = Caller(lambda: red.attach("weights", timeout=LONG))
+    assert other.stats().name == other.resource_name
+    with pytest.raises(OutOfMemory):
+        other.allocate(PAGE, timeout=0)
+    red.model("third").leave()
+    segment.seal()
+    reader.value().close()
+    while handlers:
+        held.pop().close()
+        until(lambda handlers=handlers: any(not one.is_alive() for one in handlers))
+        done = [one for one in handlers if not one.is_alive()]
+        held += [one.value() for one in done]
+        handlers = [one for one in handlers if one not in done]
+    assert waiting(daemon) == 0
+    assert daemon.books().free_bytes == 0

@@ -59,8 +59,7 @@ def pair(daemon: Daemon) -> Iterator[tuple[Worker, Worker]]:
     """Red's worker and blue's. Both have a model, and nothing borrowed."""
     with workers(2) as (red, blue):
         for name, one in (("red", red), ("blue", blue)):
-            one.connect(daemon, name)
-            one.do(PREPARE)
+            one.connect(daemon, name).do(PREPARE)
         yield red, blue
 
 
@@ -74,18 +73,6 @@ def recalled(daemon: Daemon) -> tuple[int, int]:
     """Return the bytes that are asked for, and the late ones, of all models."""
     books = [one for model in daemon.models() for one in model.books]
     return sum(one.recalled_bytes for one in books), sum(one.late_bytes for one in books)
-
-
-def test_others_are_asked_at_once_for_all_that_is_wanted(pair: tuple[Worker, Worker]) -> None:
-    """Red allocates page by page, and has said how much it will be. Blue is asked once."""
-    red, blue = pair
-    filled(blue)
-    red.do("for page in range(48): pool.allocate_ranges([(page * PAGE, PAGE)], wanted_bytes=(48 - page) * PAGE)")
-    assert blue.ask("answered.wait(120)")
-    assert [size for _, size, _ in blue.ask("told")] == [96 * MIB]
-    for wrong in ("-1", "1 << 63", "2.5"):
-        refused = red.refused(f"pool.allocate_ranges([(96 * MIB, PAGE)], wanted_bytes={wrong})")
-        assert (refused.error, "wanted_bytes" in refused.message) == ("InvalidRequest", True)
 
 
 def test_what_a_callback_does_not_release_is_kept(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
@@ -146,10 +133,7 @@ def test_a_recall_goes_on_after_the_daemons_death(daemon: Daemon, pair: tuple[Wo
 
 
 def test_a_guest_has_its_slice_although_the_daemon_is_restarted() -> None:
-    """An operator upgrades the daemon while a guest has the GPU: the next daemon, and the one after it, know its slice.
-
-    The slice that they are configured with is for guests that begin with them.
-    """
+    """The slice that the next daemons are configured with is for guests that begin with them."""
     config = {"capacity": CAPACITY, "tenants": {"red": {}}, "slice_seconds": 3_600.0, "recall_seconds": 600.0}
     with (
         running(config) as daemon,

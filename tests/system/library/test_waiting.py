@@ -11,13 +11,11 @@ from typing import Any
 import grpc
 import pytest
 from tests.support import raw
-from tests.support.daemons import Daemon, running, until
-from tests.support.honest_worker import COUNTED, State, check_turns, honest
+from tests.support.daemons import Daemon, until
 from tests.support.segments import one_transport
 from tests.support.sizes import MIB
-from tests.support.workers import PAGE, Worker, worker, workers
+from tests.support.workers import Worker, worker
 
-import membroker
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2_grpc
 
@@ -77,8 +75,7 @@ def waiting(daemon: Daemon) -> int:
 def full(daemon: Daemon, transport: str = "handoff") -> Iterator[Worker]:
     """Yield a worker of the tenant blue that has borrowed all there is; `buffers` are of 64 MiB each."""
     with worker() as holder:
-        holder.connect(daemon, "blue", transport)
-        holder.do("other = client.model('other')")
+        holder.connect(daemon, "blue", transport).do("other = client.model('other')")
         holder.do("buffers = [other.allocate(64 * MIB) for _ in range(4)]")
         yield holder
 
@@ -87,8 +84,7 @@ def full(daemon: Daemon, transport: str = "handoff") -> Iterator[Worker]:
 def asker(daemon: Daemon, transport: str) -> Iterator[Worker]:
     """A worker of the tenant red that has borrowed nothing yet."""
     with worker() as one:
-        one.connect(daemon, "red", transport)
-        one.do(PREPARE)
+        one.connect(daemon, "red", transport).do(PREPARE)
         yield one
 
 
@@ -98,36 +94,12 @@ def test_a_release_grants_what_waits(daemon: Daemon, asker: Worker, transport: s
         for code in CALLS.values():
             asker.begin(code.format(wait=LONG))
             until(lambda: waiting(daemon) == 1)
-            assert [(one.waiting_bytes, one.weight) for model in daemon.models() for one in model.books][-1]
             holder.do("buffers.pop().close()")
             asker.result()
-            assert waiting(daemon) == 0
-            assert daemon.books().lent_bytes == CAPACITY
+            assert (waiting(daemon), daemon.books().lent_bytes) == (0, CAPACITY)
             asker.do("client.close()")
             holder.do("buffers.append(other.allocate(64 * MIB, timeout=600))")
-            asker.connect(daemon, "red", transport)
-            asker.do(PREPARE)
-
-
-@one_transport
-def test_what_meets_a_full_device_waits_on(daemon: Daemon, asker: Worker, transport: str) -> None:
-    """A worker says that it has released all memory, and still maps it: the books have room, and the device has not.
-
-    The call is tried again after each audit. When the worker has unmapped 64 MiB, it is granted, and counts once.
-    """
-    with full(daemon, transport) as holder:
-        holder.do(
-            "client._session.reconnecting.release([one for kept in buffers for one in kept._holding.extents.values()])"
-        )
-        until(lambda: daemon.books().unaccounted_bytes == CAPACITY)
-        before = daemon.figure("membroker_wait_seconds_count")
-        asker.begin(CALLS["a buffer"].format(wait=LONG))
-        until(lambda: waiting(daemon) == 1)
-        assert daemon.figure("membroker_wait_seconds_count") == before
-        holder.do("buffers.pop().close()")
-        asker.result()
-        assert daemon.books().lent_bytes == 64 * MIB
-        assert daemon.figure("membroker_wait_seconds_count") == before + 1
+            asker.connect(daemon, "red", transport).do(PREPARE)
 
 
 def test_a_refusal_comes_at_the_deadline_with_its_numbers(daemon: Daemon, asker: Worker) -> None:
@@ -150,32 +122,9 @@ def test_a_refusal_comes_at_the_deadline_with_its_numbers(daemon: Daemon, asker:
         for code in CALLS.values():
             assert not waited(code, 0)
             until(lambda code=code: waited(code, 0.1))
+        for wait in (-1, 86_401, True, "'1'", "float('nan')"):
+            assert asker.refused(CALLS["pages"].format(wait=wait)).error == "InvalidRequest", wait
         assert daemon.books().lent_bytes == CAPACITY
-
-
-def test_a_wait_that_is_none_is_refused(daemon: Daemon) -> None:
-    """More than a day, less than nothing, no number: the library says so, and asks nobody."""
-    with worker() as one:
-        one.connect(daemon)
-        one.do(PREPARE)
-        before = daemon.device().revision
-        for wait in [-1, 86_401, "'1'", True, "float('nan')", "float('inf')"]:
-            for call in CALLS.values():
-                refused = one.refused(call.format(wait=wait))
-                assert refused.error == "InvalidRequest"
-                assert "timeout is a number of seconds" in refused.message
-        assert daemon.device().revision == before
-        one.do("held = model.allocate(PAGE, timeout=86_400); more = model.allocate(PAGE, timeout=0)")
-
-
-def test_without_a_broker_nothing_waits() -> None:
-    """A program that runs without a broker keeps its `timeout`: there is nobody who could release anything."""
-    with membroker.LocalSource("host", limit=4 * PAGE) as source:
-        pool = membroker.VirtualMemoryPool(source, "1GiB", page_size=PAGE)
-        pool.allocate(0, 4 * PAGE, timeout=LONG)
-        with pytest.raises(membroker.OutOfMemory) as refused:
-            pool.grow(PAGE, timeout=LONG)
-        assert "waited_ms" not in refused.value.metadata
 
 
 # --- What ends a wait ---
@@ -249,94 +198,21 @@ def test_a_grpc_call_that_ends_waits_no_more(daemon: Daemon) -> None:
         assert session.borrow(model, 64 * MIB), "its request id, or the session, was still taken"
 
 
-# --- What outlasts a wait, and what does not ---
-
-
 @pytest.mark.deep
-def test_a_wait_goes_on_after_the_daemons_death(daemon: Daemon, patient: Worker) -> None:
-    """The daemon is killed under two calls. Each asks the next one again, for the rest of its time."""
-    with full(daemon) as holder:
+def test_a_wait_goes_on_after_the_daemons_death(daemon: Daemon, transport: str) -> None:
+    """Two calls are under way. Each asks the next daemon, for the rest of its time, by a clock that is put forward."""
+    with full(daemon) as holder, worker() as patient:
+        patient.connect(daemon, "red", transport, outage=24 * LONG).do(PREPARE)
+        patient.do("clock, passed = time.monotonic, 0; time.monotonic = lambda: clock() + passed")
         patient.do(f"granted = Thread(lambda: model.allocate(64 * MIB, timeout={2 * LONG}))")
         patient.do(f"refused = Thread(lambda: model.allocate(128 * MIB, timeout={LONG}))")
         until(lambda: waiting(daemon) == 2)
-        away(daemon, patient, LONG - 2)
+        daemon.kill()
+        patient.do(f"passed = {LONG - 2}")
+        daemon.start_again()
         kind, reason, waited = patient.ask("refused.result()")
         assert (kind, reason) == ("OutOfMemory", "CAPACITY")
         assert waited < 2.1, "the second daemon let it wait for all of its time"
         until(lambda: waiting(daemon) == 1)
         holder.do("buffers.pop().close()")
         assert patient.ask("granted.result()[0]") == "NoneType"
-
-
-@one_transport
-def test_no_time_is_left_after_a_long_outage(daemon: Daemon, patient: Worker) -> None:
-    """The daemon is away for longer than the call may wait. The next one is still asked, and refuses it at once."""
-    with full(daemon):
-        patient.do(f"thread = Thread(lambda: model.allocate(64 * MIB, timeout={LONG}))")
-        until(lambda: waiting(daemon) == 1)
-        away(daemon, patient, LONG)
-        assert patient.ask("thread.result()") == ["OutOfMemory", "CAPACITY", 0.0]
-        denied = [model.denials_total["CAPACITY"] for model in daemon.models() if model.name == "tenants/red/models/m"]
-        assert denied == [1]
-
-
-@pytest.fixture
-def patient(daemon: Daemon, transport: str) -> Iterator[Worker]:
-    """An asker whose calls wait for a daemon for hours, and whose clock the test can put forward."""
-    with worker() as one:
-        one.connect(daemon, "red", transport, outage=24 * LONG)
-        one.do(PREPARE)
-        one.do("clock, passed = time.monotonic, 0; time.monotonic = lambda: clock() + passed")
-        yield one
-
-
-def away(daemon: Daemon, asker: Worker, seconds: float) -> None:
-    """Kill the daemon, and start the next one so many seconds later by the worker's clock."""
-    daemon.kill()
-    asker.do(f"passed += {seconds}")
-    daemon.start_again()
-
-
-# --- Many ---
-
-SESSIONS = 16
-BEGIN = """
-from pathlib import Path
-from tests.support import raw
-from membroker.v1 import handoff_pb2 as pb
-sessions = [raw.Session(Path({endpoint!r})) for _ in range({sessions})]
-def wait(session, name):
-    model = session.register(name)
-    for number in range({waits}):
-        request = raw.allocation(model, 64 * MIB)
-        request.wait.seconds = {wait}
-        session.send(pb.Frame(request_id=100_000 + number, allocate=request))
-for number, session in enumerate(sessions):
-    wait(session, f'm{process}-{{number}}')
-"""
-
-
-@pytest.mark.deep
-def test_a_thousand_waits_stop_nobody(state: State) -> None:
-    """64 models with 16 requests each wait for more than there will be. Beside them an honest worker borrows.
-
-    The tenant may have no more of them: the next one is refused, whatever its model.
-    """
-    config = {"capacity": "64MiB", "max_sessions": 96, "log": {"level": "info"}}
-    with running(config, module=COUNTED) as daemon, honest(daemon) as one, workers(4) as crowd, worker() as late:
-        one.do("kept = model.allocate(PAGE)")
-        for process, each in enumerate(crowd):
-            values = {"endpoint": str(daemon.endpoint()), "sessions": SESSIONS, "waits": 16, "wait": LONG}
-            each.do(BEGIN.format(process=process, **values))
-        until(lambda: waiting(daemon) == 4 * SESSIONS * 16)
-        late.connect(daemon)
-        late.do("model = client.model('late')")
-        refused = late.refused("model.allocate(64 * MIB, timeout=5)")
-        assert (refused.error, refused.reason) == ("TooMany", "TOO_MANY_REQUESTS")
-        assert "the tenant has 1024 requests that wait for memory, which is the maximum" in refused.message
-        one.beside(state, "1,024 requests that wait")
-        check_turns(daemon, state, "beside 1,024 requests that wait")
-        assert waiting(daemon) == 4 * SESSIONS * 16
-        for each in crowd:
-            each.kill()
-        until(lambda: waiting(daemon) == 0)

@@ -34,11 +34,5 @@ def nothing_is_left(daemon: Daemon) -> Iterator[None]:
 
 
 @pytest.fixture
-def client(daemon: Daemon, transport: str) -> Iterator[membroker.Client]:
-    with membroker.connect(daemon.endpoint(), transport=transport) as one:
-        yield one
-
-
-@pytest.fixture
 def model(client: membroker.Client) -> membroker.Model:
     return client.model("m")

@@ -38,9 +38,7 @@ def rain(work, every):
 
 class TestInterrupt:
     def test_ctrl_c_while_it_waits(self, daemon: Daemon, transport: str) -> None:
-        """A person gives up waiting for weights: the program goes on at once, whatever the writer does, and when the
-        writer seals them hours later they are not held for a call that nobody waits for.
-        """
+        """The program goes on at once. Sealed hours later, the weights are not held for it."""
         script = """
 client = connect()
 model = client.model("m")
@@ -79,34 +77,6 @@ client.close()
             tell(process)
             ends(process)
 
-    def test_a_forgotten_client_does_not_wait_for_a_call_that_was_given_up(
-        self, daemon: Daemon, transport: str
-    ) -> None:
-        """After Ctrl-C the program drops its client and works on: the session ends, though nobody has sealed."""
-        script = """
-def work():
-    client = connect()
-    say("attaches")
-    client.attach("weights", timeout=24 * 3600)
-try:
-    work()
-except KeyboardInterrupt:
-    pass
-say("interrupted")
-for _ in sys.stdin:
-    gc.collect()  # more than once: the thread that attached may not have ended yet
-"""
-        with membroker.connect(daemon.endpoint()) as writer, worker(script, daemon, transport) as process:
-            held = writer.model("m").create_segment("weights", 1)
-            assert heard(process) == "attaches"
-            until(lambda: is_waiting(process.pid))
-            process.send_signal(signal.SIGINT)
-            assert heard(process) == "interrupted"
-            until(lambda: tell(process) or len(daemon.sessions()) == 1)
-            assert held.writable
-            tell(process)
-            ends(process)
-
     @pytest.mark.parametrize("transport", ["grpc"])
     def test_ctrl_c_in_calls_by_grpc(self, daemon: Daemon, transport: str) -> None:
         """Interrupts rain on a program that reads the books; none may leave gRPC's channel locked for other threads."""
@@ -138,9 +108,7 @@ client.close()
     @one_transport
     @pytest.mark.parametrize("every", [0.005, 0.0002])  # the second: a Ctrl-C that comes while the first is handled
     def test_ctrl_c_while_another_thread_reads(self, daemon: Daemon, transport: str, every: float) -> None:
-        """A thread waits in an attach and reads the socket for all; the main thread's calls are interrupted beside it,
-        each by a KeyboardInterrupt, and the thread is served as if nothing had been.
-        """
+        """A thread in an attach reads the socket for all. It is served as if nothing had been."""
         script = f"""
 client = connect()
 model = client.model("m")

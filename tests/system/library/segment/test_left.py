@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.support.daemons import Daemon, until
-from tests.support.segments import holders, one_transport
+from tests.support.segments import one_transport
 from tests.support.workers import workers
 
 import membroker
@@ -56,31 +56,21 @@ def test_a_reader_and_a_publisher_that_live_keep_it(daemon: Daemon, client: memb
         assert value(again) == 2
 
 
-def test_a_cell_runs_again(client: membroker.Client) -> None:
-    """A notebook publishes, closes and publishes again. While it holds the first, it must say `replace=True`."""
-    model = client.model("m")
-    publish(model, 1).close()
-    with publish(model, 2) as held:
-        with pytest.raises(membroker.SegmentExists):
-            publish(model, 3)
-        assert value(held) == 2
+def test_a_cell_runs_again(daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
+    """A notebook publishes, closes and publishes again; it takes the name from no holder, of a deleted segment neither.
 
-
-def test_only_who_publishes_takes_a_name(daemon: Daemon, client: membroker.Client) -> None:
-    """A worker that creates a segment or attaches it must find what another one has loaded, and has left."""
+    Who creates a segment instead must find what another one has loaded, and has left.
+    """
     with membroker.connect(daemon.endpoint()) as publisher:
         publish(publisher.model("m"), 1).close()
     with pytest.raises(membroker.SegmentExists):
-        client.model("m").create_segment("weights", SIZE)
-    assert holders(client) == {"weights": 0}
-
-
-def test_a_wait_for_the_name_ends(client: membroker.Client, model: membroker.Model) -> None:
-    """A deleted segment that a tensor keeps is held: no waiting. With `timeout` the wait is not longer than that."""
-    with publish(model, 1) as segment:
-        segment.delete()
-        with pytest.raises(membroker.SegmentExists) as refused:
-            publish(model, 2)
-        assert (refused.value.metadata["state"], refused.value.metadata["sessions"]) == ("ending", "1")
-    with publish(model, 2) as again:
-        assert value(again) == 2
+        model.create_segment("weights", SIZE)
+    for state in ("sealed", "ending"):
+        with publish(model, 2) as held:
+            if state == "ending":
+                held.delete()
+            with pytest.raises(membroker.SegmentExists) as refused:
+                publish(model, 3)
+            assert (refused.value.metadata["state"], refused.value.metadata["sessions"]) == (state, "1")
+            assert value(held) == 2
+    publish(model, 4).close()
