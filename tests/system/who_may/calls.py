@@ -25,7 +25,7 @@ from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
 
-from .table import BOTH, GRPC, KINDS, MARK, PAGE, Deed, Party, outcome, row
+from .table import BOTH, GRPC, KINDS, MARK, PAGE, Deed, Party, alike, row
 
 _OWN = "broker: ids are looked up among what the session itself holds"
 _JOINED = "broker: models are looked up among those that the session itself registered or joined"
@@ -96,17 +96,11 @@ def change_limit(me: Party, target: Any) -> Any:
 # --- memory and segments ---
 
 _MODEL, _SEGMENT = "MODEL_NOT_FOUND", "SEGMENT_NOT_FOUND"
+_WRITTEN: Fields = lambda s: {"generation": s.draft_generation}  # noqa: E731 - as the others
 _OF_S: list[tuple[str, str, str, str, str, Fields]] = [
     ("M3", "leave S's model without having joined it", _MODEL, _JOINED, "UnregisterModel", lambda s: {"name": s.idle}),
     ("B3", "release S's extent", "EXTENT_NOT_FOUND", _OWN, "ReleaseExtents", lambda s: {"extent_ids": [s.extent]}),
-    (
-        "G3",
-        "seal the segment that S writes",
-        _SEGMENT,
-        _OWN,
-        "SealSegment",
-        lambda s: {"generation": s.draft_generation},
-    ),
+    ("G3", "seal the segment that S writes", _SEGMENT, _OWN, "SealSegment", _WRITTEN),
     ("G6", "detach S from a segment", _SEGMENT, _OWN, "DetachSegment", lambda s: {"generation": s.sealed_generation}),
 ]
 for _number, _what, _refusal, _enforced, _method, _fields in _OF_S:
@@ -212,8 +206,7 @@ _READS: Mapping[str, Fields] = {
 def read_all(me: Party, target: Any) -> Any:
     """Each call of AdminService that reads: all are answered alike."""
     calls = [(method, _request(method, fields(target))) for method, fields in _READS.items()]
-    (one,) = {outcome(functools.partial(raw.admin_call, me.door, *each))[0] for each in calls}
-    return one
+    return alike(*(functools.partial(raw.admin_call, me.door, *each) for each in calls))
 
 
 admin_call("A2", "yes", "SetQuota", lambda s: {"name": s.model, "limit_bytes": 64 * PAGE})
@@ -254,46 +247,30 @@ def make_and_delete_a_tenant(me: Party, target: Any) -> Any:
     return deleted
 
 
-@row(
+row(
     "A4",
     "open `admin/grpc.sock`",
     "- EACCES EACCES yes EACCES ENOENT ENOENT",
     "kernel: `admin/` is the daemon's user's, 0700; a mount",
     kernel=True,
-)
-def open_admin(me: Party, target: Any) -> Any:
-    return raw.admin_call(Path(target.admin), "GetDevice", bpb.GetDeviceRequest())
+)(lambda me, target: raw.admin_call(Path(target.admin), "GetDevice", bpb.GetDeviceRequest()))
 
 
 # --- secrets ---
 
 
-@row(
-    "T1",
-    "call without a token",
-    "TOKEN_REQUIRED TOKEN_REQUIRED TOKEN_REQUIRED UNIMPLEMENTED EACCES TOKEN_REQUIRED TOKEN_REQUIRED",
-    "broker: the register of tokens",
+_NEEDED = "TOKEN_REQUIRED TOKEN_REQUIRED TOKEN_REQUIRED UNIMPLEMENTED EACCES TOKEN_REQUIRED TOKEN_REQUIRED"
+row("T1", "call without a token", _NEEDED, "broker: the register of tokens")(
+    lambda me, target: me.ask(target, "ListModels", bpb.ListModelsRequest(), token="")
 )
-def ask_without(me: Party, target: Any) -> Any:
-    return me.ask(target, "ListModels", bpb.ListModelsRequest(), token="")
-
-
-@row(
-    "T2",
-    "list with S's token",
-    "yes yes TOKEN_REJECTED UNIMPLEMENTED EACCES yes yes",
-    "broker: a token is good at its own endpoint alone",
+_GOOD = "yes yes TOKEN_REJECTED UNIMPLEMENTED EACCES yes yes"
+_ITS_OWN = "broker: a token is good at its own endpoint alone"
+row("T2", "list with S's token", _GOOD, _ITS_OWN)(
+    lambda me, target: me.ask(target, "ListModels", bpb.ListModelsRequest(), token=target.token)
 )
-def ask_as_s(me: Party, target: Any) -> Any:
-    return me.ask(target, "ListModels", bpb.ListModelsRequest(), token=target.token)
 
 
-@row(
-    "T3",
-    "release S's extent with S's token",
-    "yes yes TOKEN_REJECTED UNIMPLEMENTED EACCES yes yes",
-    "broker: a token is good at its own endpoint alone",
-)
+@row("T3", "release S's extent with S's token", _GOOD, _ITS_OWN)
 def release_as_s(me: Party, target: Any) -> Any:
     return me.ask(target, "ReleaseExtents", bpb.ReleaseExtentsRequest(extent_ids=[target.extent]), token=target.token)
 
@@ -378,7 +355,7 @@ def write_sealed(me: Party, target: Any) -> Any:
     tries: list[Callable[[], Any]] = [lambda: mmap.mmap(descriptor, PAGE), lambda: os.pwrite(descriptor, b"mine", 0)]
     tries += [lambda size=size: os.ftruncate(descriptor, size) for size in (0, 2 * PAGE)]
     tries.append(lambda: fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE))
-    (one,) = {outcome(each)[0] for each in [*tries, punch, anew]}
+    one = alike(*tries, punch, anew)
     libc.mmap.restype = ctypes.c_void_p
     address = ctypes.c_void_p(libc.mmap(None, ctypes.c_size_t(PAGE), mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0))
     assert libc.mprotect(address, ctypes.c_size_t(PAGE), mmap.PROT_READ | mmap.PROT_WRITE) == -1

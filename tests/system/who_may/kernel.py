@@ -6,40 +6,33 @@ import ctypes
 import fcntl
 import functools
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .table import HANDOFF, Party, greet, outcome, row
+from .table import HANDOFF, Party, alike, greet, row
 
 _DOOR = "kernel: the sockets' owner and mode"
 _DIRECTORY = "kernel: the directories are the daemon's user's, 0755; a read-only mount"
 
 
-@row("S1", "open a session at S's endpoint", "- yes EACCES yes EACCES yes yes", _DOOR, transports=HANDOFF, kernel=True)
-def enter(me: Party, target: Any) -> Any:
-    return greet(me.theirs)
-
-
-@row(
+row("S1", "open a session at S's endpoint", "- yes EACCES yes EACCES yes yes", _DOOR, transports=HANDOFF, kernel=True)(
+    lambda me, target: greet(me.theirs)
+)
+row(
     "S2",
     "open one where the mode admits all and `uids` names the tenant's user alone",
     "- yes ENDPOINT_FORBIDDEN ENDPOINT_FORBIDDEN ENDPOINT_FORBIDDEN ENOENT ENOENT",
     "broker: `uids` against SO_PEERCRED; a mount",
     transports=HANDOFF,
     kernel=True,
-)
-def enter_listed(me: Party, target: Any) -> Any:
-    return greet(Path(target.listed))
+)(lambda me, target: greet(Path(target.listed)))
 
 
 @row("F1", "replace the endpoint's sockets", "- EACCES EACCES yes EACCES EROFS yes", _DIRECTORY, kernel=True)
 def replace_sockets(me: Party, target: Any) -> Any:
     """Put something else where the broker's sockets are: who can could pose as the broker. Then put them back."""
-    tries = [functools.partial(_move_away, me.theirs / name) for name in ("handoff.sock", "grpc.sock")]
-    (one,) = {outcome(each)[0] for each in tries}
-    return one
+    return alike(*(functools.partial(_move_away, me.theirs / name) for name in ("handoff.sock", "grpc.sock")))
 
 
 def _move_away(path: Path) -> None:
@@ -58,8 +51,7 @@ def replace_directory(me: Party, target: Any) -> Any:
     """The same one floor higher: the endpoint, the tenants, the device."""
     endpoint = Path(target.endpoint)
     paths = (endpoint, endpoint.parent, endpoint.parent.parent)
-    (one,) = {outcome(functools.partial(_move_away, path))[0] for path in paths}
-    return one
+    return alike(*(functools.partial(_move_away, path) for path in paths))
 
 
 @row(
@@ -100,13 +92,7 @@ def remount(me: Party, target: Any) -> Any:
 )
 def read_state(me: Party, target: Any) -> Any:
     state = Path(target.state)
-    tries: list[Callable[[], Any]] = [
-        lambda: os.listdir(state),
-        (state / "epoch").read_bytes,
-        lambda: _lock(state / "lock"),
-    ]
-    (one,) = {outcome(each)[0] for each in tries}
-    return one
+    return alike(lambda: os.listdir(state), (state / "epoch").read_bytes, lambda: _lock(state / "lock"))
 
 
 def _lock(path: Path) -> None:
@@ -133,10 +119,5 @@ def signal_daemon(me: Party, target: Any) -> Any:
 def reach_into_daemon(me: Party, target: Any) -> Any:
     """Among its descriptors are those of every segment; its stderr is its log."""
     process = Path("/proc", str(target.pid))
-    tries: list[Callable[[], Any]] = [
-        lambda: os.listdir(process / "fd"),
-        (process / "environ").read_bytes,
-        lambda: (process / "fd" / "2").open("rb").close(),
-    ]
-    (one,) = {outcome(each)[0] for each in tries}
-    return one
+    log = process / "fd" / "2"
+    return alike(lambda: os.listdir(process / "fd"), (process / "environ").read_bytes, lambda: log.open("rb").close())

@@ -171,6 +171,12 @@ def outcome(deed: Callable[[], Any]) -> tuple[str, str]:
     return (answer, "") if isinstance(answer, str) else ("yes", str(answer))
 
 
+def alike(*deeds: Callable[[], Any]) -> str:
+    """Do them all; return what came of each, which is the same."""
+    (one,) = {outcome(deed)[0] for deed in deeds}
+    return one
+
+
 def _of_transport(error: Any) -> str:
     """Return which error the kernel gave gRPC, if it did."""
     match = re.search(r"error: ([A-Z][a-z ]+)$", error.details() or "")
