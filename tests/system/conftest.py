@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from tests.support.daemons import Daemon, running
+from tests.support.keepers import end_keeper
 from tests.support.scene import CONFIG, TAKES_DESCRIPTORS, Scene
 
 import membroker
@@ -36,6 +39,15 @@ def admin(daemon: Daemon) -> Iterator[Admin]:
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as one:
         yield one
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory whose path is short enough for sockets. Keepers in it end with it."""
+    with tempfile.TemporaryDirectory(prefix="mb-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+        for path in Path(name).rglob("fdstore.sock"):
+            end_keeper(path)
 
 
 @pytest.fixture(scope="module")

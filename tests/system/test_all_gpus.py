@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import socket
-import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,22 +16,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.all_gpus import CLI, UUIDS, running_all, write_config
 from tests.support.command import good
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
-from tests.support.keepers import end_keeper
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.template import run
 from tests.support.workers import is_gone, worker
 
 import membroker
 from membrokerd.observe import catalog
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="mb-"))
-    yield directory
-    for path in directory.glob("run/*/state/fdstore.sock"):
-        end_keeper(path)
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def refused(*words: str) -> tuple[int, str]:
@@ -44,10 +31,7 @@ def refused(*words: str) -> tuple[int, str]:
 
 
 def test_a_killed_daemon_starts_again_and_the_others_go_on(place: Path) -> None:
-    """Workers of both keep what they have and allocate more; the other daemon is the same process as before.
-
-    The next one that dies is started again while systemd hangs, and nobody reads what the parent says.
-    """
+    """Workers of both keep what they have and allocate more. The next one starts although systemd hangs."""
     with running_all(place) as parent, worker() as first, worker() as second:
         parent.wait_until_ready()
         for uuid, one in zip(UUIDS, (first, second), strict=True):
@@ -103,7 +87,7 @@ def test_one_port_serves_the_metrics_and_the_status_pages_of_all(place: Path) ->
 
 
 def test_the_life_of_a_parent(place: Path) -> None:
-    """systemd is told, a second parent is refused, a reload reaches every daemon, and SIGTERM ends all."""
+    """systemd is told, a second parent is refused, a reload reaches every daemon, one is drained, SIGTERM ends all."""
     with running_all(place) as parent:
         parent.wait_until_ready()
         until(lambda: re.search(r"^READY=1\nSTATUS=2 of 2 daemons are ready$", parent.told(), re.MULTILINE))
@@ -119,6 +103,9 @@ def test_the_life_of_a_parent(place: Path) -> None:
             with membroker.connect(endpoint) as client:
                 client.model("m").allocate("2MiB").close()
         pids = parent.pids()
+        good("drain", "--exit", at=place / "run" / UUIDS[0])
+        until(lambda: f"a daemon has ended gpu={UUIDS[0]} status=0" in parent.log())
+        assert parent.process.poll() is None, "a drained daemon stays away, alone"
         parent.process.terminate()
         assert parent.process.wait(DEADLINE_SECONDS) == 0
         assert all(map(is_gone, pids))
@@ -137,38 +124,6 @@ def test_a_terminals_signal_while_the_daemons_start(place: Path, number: signal.
         else:
             assert parent.process.wait(DEADLINE_SECONDS) == 0
         assert "has died" not in parent.log()
-
-
-def test_drained_daemons_stay_away_and_the_last_ends_the_parent(place: Path) -> None:
-    with running_all(place) as parent:
-        parent.wait_until_ready()
-        for uuid in UUIDS:
-            good("drain", "--exit", at=place / "run" / uuid)
-            until(lambda uuid=uuid: f"a daemon has ended gpu={uuid} status=0" in parent.log())
-        assert parent.process.wait(DEADLINE_SECONDS) == 0
-        assert "has died" not in parent.log()
-
-
-@pytest.mark.deep
-def test_a_daemon_that_cannot_start_does_not_stop_the_others(place: Path) -> None:
-    """Its device is taken: the parent is ready with the other, says what is missing, and goes on trying."""
-    (place / "other").mkdir()
-    places = {"runtime_directory": str(place / "run"), "state_directory": str(place / "kept")}
-    other = Daemon(place / "other", {**places, "capacity": "64MiB", "tenants": {"red": {}}}, device=1)
-    try:
-        with running_all(place) as parent:
-            until(lambda: parent.metrics_url() or parent.process.poll() is not None)
-            until(lambda: parent.get("/readyz") == (503, "1 of 2 daemons are ready; not ready: host-1\n"))
-            until(lambda: "READY=1" in parent.told())
-            until(lambda: f"process {other.process.pid}; stop it first" in parent.log())
-            with membroker.connect(parent.endpoint("host")) as client:
-                client.model("m").allocate("2MiB").close()
-            assert other.stop() == 0
-            parent.wait_until_ready()
-    finally:
-        with suppress(ProcessLookupError):
-            other.process.kill()
-        other.process.wait(DEADLINE_SECONDS)
 
 
 def test_no_daemon_can_start(place: Path) -> None:
@@ -217,11 +172,3 @@ def test_a_broker_that_found_no_gpu_says_so(place: Path) -> None:
         parent.wait_until_ready()
         assert parent.figure("membroker_driver_fallback", "host") == 1
         until(lambda: parent.log().count("no GPU is usable, so the host driver lends ordinary memory") == 1)
-
-
-def test_a_service_says_that_its_end_ends_the_keepers(place: Path) -> None:
-    """They are in the control group of the unit with `--all`, which systemd ends with it."""
-    code = "import os, sys; os.environ['SYSTEMD_EXEC_PID'] = str(os.getpid()); from membrokerd import cli; "
-    with running_all(place, ["-c", f"{code}sys.exit(cli.main())"]) as parent:
-        parent.wait_until_ready()
-        until(lambda: parent.log().count("a restart of the service loses all segments") == 1)

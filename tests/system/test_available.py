@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import running, until
 from tests.support.sizes import MIB
-from tests.support.workers import worker, workers
+from tests.support.workers import workers
 
 from membroker.v1 import admin_pb2 as apb
 
-pytestmark = pytest.mark.shared_daemon
-
 
 def test_each_level_is_told_when_it_is_the_tightest() -> None:
-    """A worker plans its KV cache: its own limit, then its tenant's, the capacity and the GPU bound what it can have.
-
-    As much as it was told is granted, and a granule more is refused.
-    """
+    """The model's limit, the tenant's, the capacity, the GPU: what was told is granted, and a granule more is not."""
     tenants = {"red": {"limit": "48MiB", "models": {"small": {"limit": "16MiB"}}}, "blue": {}}
     with running({"capacity": "64MiB", "tenants": tenants, "audit_seconds": 0.1}) as daemon, workers(2) as (red, blue):
         red.connect(daemon, "red")
@@ -42,17 +36,6 @@ def test_each_level_is_told_when_it_is_the_tightest() -> None:
         assert blue.refused("other.allocate('26MiB')").reason == "DEVICE_FULL"
 
 
-def test_it_is_what_is_lent_now(daemon: Daemon) -> None:
-    """In whole granules: a declaration of any size may leave half of one. And nothing while the device is drained."""
-    with worker() as one, daemon.admin_stub() as admin:
-        one.connect(daemon)
-        one.do("model = client.model('m', limit='16MiB'); model.declare(5 * MIB)")
-        assert one.ask("model.available().now_bytes") == 10 * MIB
-        admin.Drain(apb.DrainRequest())
-        assert one.ask("model.available().now_bytes") == 0
-        admin.Undrain(apb.UndrainRequest())
-
-
 def test_what_was_released_since_the_last_audit_is_available() -> None:
     """An engine that starts again asks at once whether its cache fits: an old figure of the device must not deny it."""
     with running({"audit_seconds": 3600}) as daemon, workers(2) as (one, dying):
@@ -67,26 +50,14 @@ def test_what_was_released_since_the_last_audit_is_available() -> None:
         assert one.ask("model.available().now_bytes") == 256 * MIB
 
 
-def test_the_host_has_its_own_figure() -> None:
-    """Offloading asks for room on the host; a broker that lends none says so, as it does to an allocation."""
-    with running({"host_capacity": "32MiB"}) as daemon, worker() as one:
-        one.connect(daemon)
-        one.do("model = client.model('m', host_limit='8MiB')")
-        assert one.ask("model.available('host').now_bytes") == 8 * MIB
-    with running() as daemon, worker() as one:
-        one.connect(daemon)
-        one.do("model = client.model('m')")
-        assert one.refused("model.available('host')").error == "InvalidRequest"
-        one.do("model.unregister()")
-        assert one.refused("model.available()").error == "ModelNotFound"
+def test_a_worker_looks_up_a_model_of_its_tenant() -> None:
+    """An autoscaler reads one model's usage, by the name that it was registered under; it has not registered it.
 
-
-def test_a_worker_looks_up_a_model_of_its_tenant(daemon: Daemon) -> None:
-    """An autoscaler reads one model's usage, by the name that it was registered under; it has not registered it."""
-    with worker() as one, worker() as scaler:
+    The host has its own figure, and while the device is drained nothing is available.
+    """
+    with running({"host_capacity": "32MiB"}) as daemon, workers(2) as (one, scaler), daemon.admin_stub() as admin:
         one.connect(daemon)
-        one.do("model = client.model('Qwen/Qwen3-8B', limit='16MiB'); held = model.allocate('4MiB')")
-        one.do("for number in range(40): client.model(f'other{number}')")
+        one.do("model = client.model('Qwen/Qwen3-8B', limit='16MiB', host_limit='8MiB'); held = model.allocate('4MiB')")
         scaler.connect(daemon)
         for name in ("Qwen/Qwen3-8B", "tenants/red/models/Qwen/Qwen3-8B"):
             scaler.do(f"found = client.model_status({name!r})")
@@ -94,3 +65,8 @@ def test_a_worker_looks_up_a_model_of_its_tenant(daemon: Daemon) -> None:
             assert scaler.ask("found.books['device'].used_bytes") == 4 * MIB
         assert scaler.refused("client.model_status('absent')").error == "ModelNotFound"
         assert scaler.refused("client.model_status('no such name')").error == "InvalidRequest"
+        available = "[model.available().now_bytes, model.available('host').now_bytes]"
+        one.do("model.declare(5 * MIB)")  # a granule that is declared in part is not available
+        assert one.ask(available) == [6 * MIB, 8 * MIB]
+        admin.Drain(apb.DrainRequest())
+        assert one.ask(available) == [0, 0]

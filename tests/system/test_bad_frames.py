@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import select
 import socket
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 from google.rpc.status_pb2 import Status
 from tests.support import raw
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
+from tests.support.daemons import Daemon, hold_still, running, until
 from tests.support.lingering import pass_lingering
 from tests.support.raw import Connection, Session, reason
 from tests.support.scene import CONFIG, PAGE, TAKES_DESCRIPTORS, Scene
@@ -110,6 +109,17 @@ def test_nobody_can_pass_a_descriptor(daemon: Daemon) -> None:
         handoff.send(session.sock, b"x", [0])
 
 
+PLACES: dict[str, Callable[[Daemon], AbstractContextManager[object]]] = {
+    "before the Hello": lambda daemon: _passes(daemon),
+    "behind a packet of 0 bytes": lambda daemon: _passes(daemon, b""),
+    "unread behind garbage": lambda daemon: _passes(daemon, b"\xff" * 40),
+    "in a session": lambda daemon: _passes_in_session(daemon),
+    "at the gRPC socket": lambda daemon: _passes_at_grpc(daemon),
+    "out of band at the gRPC socket": lambda daemon: _passes_at_grpc(daemon, socket.MSG_OOB),
+    "on the socket of notices": lambda daemon: _passes_on_notices(daemon),
+}
+
+
 def test_descriptors_unasked_are_never_installed(scene: Scene, unmoved: Callable[[], None]) -> None:
     """A stranger cannot fill the daemon's table of descriptors, nor hand it one that wakes it up."""
     unmoved()
@@ -125,23 +135,9 @@ def test_descriptors_unasked_are_never_installed(scene: Scene, unmoved: Callable
     until(lambda: scene.daemon.descriptors() <= before)
 
 
-PLACES: dict[str, Callable[[Daemon], AbstractContextManager[object]]] = {
-    "before the Hello": lambda daemon: _passes(daemon),
-    "behind a packet of 0 bytes": lambda daemon: _passes(daemon, b""),
-    "unread behind garbage": lambda daemon: _passes(daemon, b"\xff" * 40),
-    "in a session": lambda daemon: _passes_in_session(daemon),
-    "at the gRPC socket": lambda daemon: _passes_at_grpc(daemon),
-    "out of band at the gRPC socket": lambda daemon: _passes_at_grpc(daemon, socket.MSG_OOB),
-    "on the socket of notices": lambda daemon: _passes_on_notices(daemon),
-}
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_a_socket_that_lingers_holds_nobody_up(place: str, scene: Scene) -> None:
-    """A thread that reads the last descriptor of such a socket, or closes what has it unread, waits for an hour.
-
-    The daemon stands still until this process has closed its own descriptor.
-    """
+    """A thread that reads or closes the last descriptor of such a socket waits for an hour."""
     before = scene.daemon.descriptors()
     for _ in range(3):
         with PLACES[place](scene.daemon):
@@ -249,55 +245,3 @@ def test_violations_end_the_connection_and_nothing_else() -> None:
 
 def _state(daemon: Daemon, name: str) -> Any:
     return next((one.state for one in daemon.sessions() if one.name == name), None)
-
-
-@pytest.mark.deep
-def test_a_peer_that_says_goodbye_and_does_not_read_is_cut() -> None:
-    """A full socket may not keep a connection whose session is over: nobody would count it any more.
-
-    One client finds out how many answers a socket takes; the next asks for exactly so many, reads none of them,
-    and says Goodbye.
-    """
-    refused = pb.Frame(request_id=1, release=bpb.ReleaseExtentsRequest(extent_ids=[1]))
-    with running() as daemon:
-        with Session(daemon.endpoint()) as honest, Connection(daemon.endpoint()) as probe:
-            probe.send(raw.hello())
-            probe.receive()
-            probe.sock.setblocking(False)
-            with suppress(BlockingIOError):
-                while True:
-                    probe.send(refused)
-            taken = _steady(honest, daemon)
-        # The last one found the socket full. What a packet weighs differs a little, so some more or fewer may fit.
-        assert any(_mute_goodbye(daemon, refused, taken + more) for more in range(-4, 9)), (
-            "no Goodbye met a full socket"
-        )
-
-
-def _mute_goodbye(daemon: Daemon, request: pb.Frame, count: int) -> bool:
-    """Say Goodbye behind `count` unread answers; return whether its own answer found no room, and was cut off."""
-    with Connection(daemon.endpoint()) as mute:
-        mute.send(raw.hello())
-        session = mute.receive().frame.welcome.session
-        for _ in range(count):
-            mute.send(request)
-        mute.send(pb.Frame(request_id=2, goodbye=pb.Goodbye()))
-        until(lambda: _state(daemon, session) is None)
-        hung_up = select.poll()
-        hung_up.register(mute.sock, select.POLLHUP)
-        if hung_up.poll(0):
-            return False
-        assert hung_up.poll(int(DEADLINE_SECONDS * 1_000)), "the connection stays for as long as its peer likes"
-        return True
-
-
-def _steady(honest: Session, daemon: Daemon) -> int:
-    """Return how many releases the daemon has answered, once it has had many turns in which that did not grow."""
-    last = -1
-    while True:
-        for _ in range(20):
-            assert reason(honest.call(declare=bpb.DeclareMemoryRequest(model="x"))) == "INVALID_NAME"
-        now = int(daemon.figure("membroker_request_seconds_count", method="ReleaseExtents"))
-        if now == last:
-            return now
-        last = now

@@ -19,12 +19,9 @@ from tests.support.raw import Asker, Session, reason
 from tests.support.scene import PAGE, Scene
 from tests.support.sizes import MIB
 
-from membroker.v1 import admin_pb2
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
-
-# --- Sizes, counts, names, locations, ids ---
 
 MINE, BLUE = "tenants/red/models/mine", "tenants/blue/models/honest"
 REQUESTS: dict[str, tuple[str, Callable[[Asker], Any]]] = {
@@ -73,9 +70,6 @@ def test_a_tenants_refusals_are_not_counted_for_anothers_model(scene: Scene, tra
     assert denials() == before
 
 
-# --- Tokens ---
-
-
 def test_tokens(scene: Scene, unmoved: Callable[[], None]) -> None:
     """Missing, empty, wrong, another endpoint's, one whose session has ended: each call of the service refuses it."""
     red, blue = scene.daemon.endpoint("red"), scene.daemon.endpoint("blue")
@@ -117,9 +111,6 @@ def test_what_is_no_message_or_too_long(scene: Scene, unmoved: Callable[[], None
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-# --- Pages ---
-
-
 def test_pages_that_nobody_gave_out(scene: Scene, unmoved: Callable[[], None]) -> None:
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("INVALID_PAGE_TOKEN", {"page_token": "a" * 50_000}),
@@ -132,20 +123,3 @@ def test_pages_that_nobody_gave_out(scene: Scene, unmoved: Callable[[], None]) -
             assert reason(raw.grpc_call(session.endpoint, session.token, method, request)) == why
             assert reason(raw.admin_call(scene.daemon.admin, method, request)) == why
     unmoved()
-
-
-# --- The admin endpoint ---
-
-
-def test_quotas_that_make_no_sense(scene: Scene, unmoved: Callable[[], None]) -> None:
-    unmoved()
-    wrong: list[tuple[str, dict[str, Any]]] = [
-        ("INVALID_NAME", {"name": "tenants/red/models/a/b/c"}),
-        ("TENANT_NOT_FOUND", {"name": "tenants/green/models/a"}),
-        ("INVALID_SIZE", {"name": "tenants/red", "limit_bytes": -1}),
-        ("INVALID_ARGUMENT", {"name": "tenants/red", "limit_bytes": 1, "location": 9}),
-        ("LOCATION_UNAVAILABLE", {"name": "tenants/red", "limit_bytes": 1, "location": 2}),
-    ]
-    for why, fields in wrong:
-        assert reason(raw.admin_call(scene.daemon.admin, "SetQuota", admin_pb2.SetQuotaRequest(**fields))) == why
-    assert not raw.admin_call(scene.daemon.admin, "ListQuotas", admin_pb2.ListQuotasRequest()).quotas

@@ -52,10 +52,6 @@ def crashed(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
         yield daemon
 
 
-def arm(point: str, pid: int) -> None:
-    faulty_daemon.arm(point, pid)
-
-
 @contextmanager
 def engine(daemon: Daemon, transport: str) -> Iterator[Worker]:
     """A worker that holds 4 MiB with something written in it, and 2 MiB that it can spare."""
@@ -101,10 +97,10 @@ def test_the_daemon_is_killed(crashed: Daemon, transport: str, point: str) -> No
     with engine(crashed, transport) as one:
         if point in IN_RESUME:
             crashed.kill()
-            arm(point, 0)
+            faulty_daemon.arm(point, 0)
             crashed.start_again(may_end=True)  # a worker may resume before the start is told of
         else:
-            arm(point, 0)
+            faulty_daemon.arm(point, 0)
         one.begin(CALLS[point])
         crashed.process.wait(DEADLINE_SECONDS)
         crashed.start_again()
@@ -118,11 +114,11 @@ def test_the_worker_is_killed(crashed: Daemon, point: str) -> None:
     with engine(crashed, "handoff") as neighbour, engine(crashed, "handoff") as one:
         if point in IN_RESUME:
             crashed.kill()
-            arm(point, one.pid)
+            faulty_daemon.arm(point, one.pid)
             neighbour.kill()
             crashed.start_again()
         else:
-            arm(point, one.pid)
+            faulty_daemon.arm(point, one.pid)
         one.begin(CALLS[point])
         one.process.wait(DEADLINE_SECONDS)
         if point in ("seal", "sealed"):
@@ -142,10 +138,10 @@ def test_the_keeper_is_killed(crashed: Daemon, point: str) -> None:
         before = crashed.keeper()
         if point in IN_RESUME:
             crashed.kill()
-            arm(point, before)
+            faulty_daemon.arm(point, before)
             crashed.start_again()
         else:
-            arm(point, before)
+            faulty_daemon.arm(point, before)
         one.begin(CALLS[point])
         one.result()
         until(lambda: not faulty_daemon.armed_path().exists())

@@ -53,9 +53,6 @@ def records(data: bytes) -> list[int]:
     return found
 
 
-# --- the epoch ---
-
-
 def test_no_id_is_lent_twice_where_the_epoch_was_removed(daemon: Daemon) -> None:
     """A cleaner took `state/epoch` while no daemon ran. Ids that a worker holds are in the journal, and stay its."""
     with Session(daemon.endpoint()) as first:
@@ -72,14 +69,10 @@ def test_no_id_is_lent_twice_where_the_epoch_was_removed(daemon: Daemon) -> None
             assert daemon.books().lent_bytes == 4 * PAGE
 
 
-# --- the journal ---
-
-
 def test_a_torn_end_is_left_out_and_kept(daemon: Daemon) -> None:
     """The last record, of a loan, is cut short. The rest stands, and who may hold what it says is named."""
     with worker() as one:
-        one.connect(daemon)
-        one.do("model = client.model('m'); held = [model.allocate(PAGE) for _ in range(2)]")
+        one.connect(daemon).do("model = client.model('m'); held = [model.allocate(PAGE) for _ in range(2)]")
         until(lambda: daemon.books().unaccounted_bytes == 0)
         daemon.kill()
         journal = state(daemon) / "journal"
@@ -95,15 +88,11 @@ def test_a_torn_end_is_left_out_and_kept(daemon: Daemon) -> None:
         until(lambda: daemon.books().lent_bytes == PAGE)
 
 
-# --- what is removed while a daemon runs ---
-
-
 @pytest.mark.deep
 def test_what_is_removed_of_the_state_is_written_again(daemon: Daemon) -> None:
     """A cleaner comes by night. No second daemon starts, and the next one has the books."""
     with worker() as one:
-        one.connect(daemon)
-        one.do("buffer = client.model('m').allocate('16MiB')")
+        one.connect(daemon).do("buffer = client.model('m').allocate('16MiB')")
         shutil.rmtree(state(daemon))
         assert "a membrokerd already owns this device" in refused(daemon)
         until(lambda: "have been rewritten" in daemon.log())
@@ -127,8 +116,6 @@ def test_what_cannot_be_written_again_is_told(daemon: Daemon) -> None:
         session.borrow(model, PAGE)
     until(lambda: daemon.log().count("removed or replaced") == 2)
 
-
-# --- exec ---
 
 _ENGINE = """
 import os, sys
@@ -159,11 +146,7 @@ def engine(daemon: Daemon, times: int, *then: str) -> Iterator[subprocess.Popen[
 
 
 def test_a_worker_that_starts_itself_anew_leaves_no_charge(daemon: Daemon) -> None:
-    """It calls exec() in the same process, again and again: what it had is freed by the kernel, and by the books.
-
-    At last it becomes another program, which does not come back to the broker: the end of the connection is the moment
-    to look.
-    """
+    """It calls exec() again and again, and at last becomes a program that does not come back to the broker."""
     with engine(daemon, 2) as process:
         assert process.stdout.readline() == "done\n"
         until(lambda: daemon.books().lent_bytes == 8 * MIB and daemon.books().releasing_bytes == 0)
@@ -193,9 +176,6 @@ def test_who_is_refused_learns_which_sessions_to_forget(daemon: Daemon) -> None:
     with raw.Connection(daemon.endpoint()) as again:
         again.send(raw.hello(client="raw"))
         assert again.receive().frame.HasField("welcome")
-
-
-# --- descriptors ---
 
 
 def test_a_daemon_that_is_started_without_standard_descriptors(daemon: Daemon, tmp_path: Path) -> None:

@@ -99,11 +99,7 @@ def test_a_frame_and_the_death_of_its_sender_arrive_together(daemon: Daemon, tra
 
 
 def test_a_worker_killed_with_its_window_full_leaves_nothing() -> None:
-    """It asked for four packets and read none: two lie in the kernel with their memory, two wait in the daemon.
-
-    A packet that nobody read keeps its memory until the socket is gone; and a worker that does not read is given no
-    third one.
-    """
+    """It read none of four packets: two lie in the kernel until the socket is gone, two wait in the daemon."""
     with running({"capacity": "1GiB"}) as daemon:
         at_start = descriptors_at_start(daemon)
         with raw_worker(daemon, "said Hello") as one:
@@ -137,8 +133,7 @@ def test_a_forked_child_keeps_its_dead_parents_charge(patient: Daemon) -> None:
     at_start = descriptors_at_start(daemon)
     with worker() as parent, worker() as other:
         borrow(parent, daemon, 64 * MIB)
-        other.connect(daemon, "blue")
-        other.do("model = client.model('n')")
+        other.connect(daemon, "blue").do("model = client.model('n')")
         child = parent.ask("fork_unseen()")
         try:
             parent.kill()
@@ -165,10 +160,7 @@ def test_a_forked_child_keeps_its_dead_parents_charge(patient: Daemon) -> None:
 
 
 def test_memory_that_never_comes_back_is_written_off_and_lent_to_nobody() -> None:
-    """The child lives for days. After `settle_seconds` its parent's charge ends, and the truth is in `unaccounted`.
-
-    The books say free; the gate, which asks the device, says no: by its own reason, before the driver fails.
-    """
+    """The child lives on. The books say free; the gate, which asks the device, says no before the driver fails."""
     with running({"settle_seconds": 0.3, "audit_seconds": 0.1}) as daemon:
         at_start = descriptors_at_start(daemon)
         with worker() as parent, worker() as other:
@@ -185,8 +177,7 @@ def test_memory_that_never_comes_back_is_written_off_and_lent_to_nobody() -> Non
                 until(lambda: child in daemon.suspects())
                 shown = processes(daemon)[child]
                 assert (shown.used_bytes, shown.excess_bytes, list(shown.sessions)) == (64 * MIB, 64 * MIB, [])
-                other.connect(daemon, "blue")
-                other.do("model = client.model('n', virtual_capacity='1GiB')")
+                other.connect(daemon, "blue").do("model = client.model('n', virtual_capacity='1GiB')")
                 other.do("pool = model.pool(page_size='2MiB')")
                 for attempt in ("model.allocate('194MiB')", "pool.allocate(0, 194 * MIB)"):
                     refused = other.refused(attempt)
@@ -208,10 +199,7 @@ def test_memory_that_never_comes_back_is_written_off_and_lent_to_nobody() -> Non
 
 
 def test_the_librarys_fork_hook_gives_the_memory_back(daemon: Daemon) -> None:
-    """A data loader is forked with Python's own fork: the library lets go in the child; the parent's death is enough.
-
-    In the child every object says whose it is. What the child does there is not felt by the parent.
-    """
+    """A data loader is forked by Python: the library lets go in the child, which the parent does not feel."""
     at_start = descriptors_at_start(daemon)
     with worker() as parent:
         borrow(parent, daemon, 64 * MIB)

@@ -15,10 +15,10 @@ from tests.support import raw
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.faulty_daemon import CONFINED
 from tests.support.sizes import MIB
-from tests.support.workers import Worker, descriptors_at_start, is_clean, worker, workers
+from tests.support.workers import Worker, is_clean, worker, workers
 
 from membroker import errors
-from membroker.v1 import admin_pb2, broker_pb2
+from membroker.v1 import admin_pb2
 
 USER = 60_001
 """A user that no machine has."""
@@ -62,7 +62,6 @@ def evictions(daemon: Daemon) -> float:
 def test_a_worker_that_ends_by_sigterm(daemon: Daemon) -> None:
     """All its sessions end with it, those of another tenant too; what it has sealed stays."""
     with worker() as one:
-        before = descriptors_at_start(daemon)
         one.connect(daemon).do(HOLD)
         one.do("segment = model.create_segment('weights', '2MiB'); segment.seal()")
         other = f"membroker.connect({str(daemon.endpoint('blue'))!r})"
@@ -72,11 +71,8 @@ def test_a_worker_that_ends_by_sigterm(daemon: Daemon) -> None:
         assert session.books[0].used_bytes == 16 * MIB
         assert one.process.wait(DEADLINE_SECONDS) == -signal.SIGTERM
         until(lambda: not daemon.sessions() and daemon.books().lent_bytes == 2 * MIB)
-        with daemon.admin_stub() as stub:
-            (segment,) = stub.ListSegments(broker_pb2.ListSegmentsRequest()).segments
-            assert segment.name == "tenants/red/models/chat/segments/weights"
-            stub.DeleteSegment(broker_pb2.DeleteSegmentRequest(request_id=1, name=segment.name))
-        until(lambda: is_clean(daemon) and daemon.descriptors() == before)
+        daemon.delete_segments()
+        until(lambda: is_clean(daemon))
         assert evictions(daemon) == 1
         (said,) = until(lambda: [line for line in daemon.log().splitlines() if "evict" in line])
         assert re.search(rf"WARNING an operator evicts a process: SIGTERM .*pid={one.pid} ", said)
@@ -84,10 +80,7 @@ def test_a_worker_that_ends_by_sigterm(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("what", ["lambda *_: client.close()", "SIGSTOP"])
 def test_a_worker_that_does_not_end_by_sigterm_is_killed(killing: Daemon, what: str) -> None:
-    """It stops half-way and lives on without a session, or hangs: what a session that is late for a recall may do.
-
-    That one hangs while the daemon is restarted: its session is detached, and its process can still be ended.
-    """
+    """It lives on without a session; or it hangs while the daemon is restarted, so that its session is detached."""
     with worker() as one:
         one.connect(killing).do(HOLD)
         name = name_of(one)
@@ -120,10 +113,7 @@ def test_a_request_that_waits_gets_the_memory(killing: Daemon) -> None:
 
 
 def test_a_daemon_that_stops_meanwhile_leaves_the_process_alone() -> None:
-    """Many programs take a second SIGTERM for an order to leave without tidying up: asked twice, one is sent.
-
-    Neither the daemon's end nor the next daemon kills a worker that is tidying up.
-    """
+    """Asked twice, one SIGTERM is sent: a second one would be an order to leave. The next daemon kills nobody."""
     with running(module="tests.support.faulty_daemon kill_late") as patient, worker() as engine:
         engine.connect(patient).do(HOLD)
         engine.do("import signal; got = []; signal.signal(signal.SIGTERM, lambda *_: got.append('SIGTERM'))")

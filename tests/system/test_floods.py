@@ -1,4 +1,4 @@
-"""Many at once, and never: floods of connections, frames and descriptors, silence, and a hundred that are stopped.
+"""Many at once, and never: floods of connections, clients that read nothing, and a hundred that are stopped.
 
 Beside each goes an honest worker of another tenant, in a process of its own. It must be lent what it asks for all the
 while. How long it took is in the report. Afterwards the daemon is as it was: not a byte charged, not a descriptor more,
@@ -50,36 +50,27 @@ def connected(path):
 
 
 class Scene(NamedTuple):
-    """A daemon for all floods, with an honest worker by each transport that is connected from first to last."""
+    """A daemon, with an honest worker by each transport that is connected from first to last."""
 
     daemon: Daemon
     honest: dict[str, Honest]
     descriptors: int
 
 
-@pytest.fixture(scope="module")
-def lasting() -> Iterator[Scene]:
-    config = {"capacity": "40GiB", "settle_seconds": 1.0, "max_sessions": 64, "log": {"level": "info"}}
-    module = f"{COUNTED},take_descriptors"
-    with running(config, module=module) as daemon, honest(daemon) as one, honest(daemon, "grpc") as other:
-        yield Scene(daemon, {"handoff": one, "grpc": other}, descriptors_at_rest(daemon))
-
-
 @pytest.fixture
-def scene(lasting: Scene, state: State, request: pytest.FixtureRequest) -> Iterator[Scene]:
-    """The scene; afterwards only the honest workers are there, without memory, and nothing of the flood is left.
-
-    And no turn of the daemon's event loop was too long.
-    """
-    yield lasting
-    daemon = lasting.daemon
-    check_turns(daemon, state, f"up to {request.node.name}")
-    until(lambda: len(daemon.sessions()) == len(lasting.honest))
-    until(lambda: daemon.books().free_bytes == daemon.books().capacity_bytes)
-    until(lambda: device_used(daemon) == 0)
-    until(lambda: daemon.descriptors() == lasting.descriptors)
-    for one in lasting.honest.values():
-        one.turns(10)
+def scene(state: State) -> Iterator[Scene]:
+    """Afterwards only the honest workers are there, nothing of the flood is left, and no turn was too long."""
+    config = {"capacity": "40GiB", "settle_seconds": 1.0, "max_sessions": 64, "log": {"level": "info"}}
+    with running(config, module=COUNTED) as daemon, honest(daemon) as one, honest(daemon, "grpc") as other:
+        scene = Scene(daemon, {"handoff": one, "grpc": other}, descriptors_at_rest(daemon))
+        yield scene
+        check_turns(daemon, state, "a flood")
+        until(lambda: len(daemon.sessions()) == len(scene.honest))
+        until(lambda: daemon.books().free_bytes == daemon.books().capacity_bytes)
+        until(lambda: device_used(daemon) == 0)
+        until(lambda: daemon.descriptors() == scene.descriptors)
+        for honest_one in scene.honest.values():
+            honest_one.turns(10)
 
 
 @pytest.fixture
@@ -90,8 +81,6 @@ def flood(scene: Scene) -> Iterator[Worker]:
         process.do(CONNECTED)
         yield process
 
-
-# --- Connections: first, while the daemon's heap has no holes that what is kept would fill ---
 
 LOOPS = {
     "connect, and hang up": ("handoff", "connected('handoff.sock').close()"),
@@ -115,17 +104,14 @@ def test_10000_connections_in_a_loop(scene: Scene, flood: Worker, what: str, sta
     while len(grown) < ROUNDS and (not grown or grown[-1] >= RSS_GROWTH_BYTES):
         until(lambda: scene.daemon.descriptors() <= scene.descriptors + 3 * SESSIONS)
         warm = scene.daemon.resident_bytes()
-        scene.honest[transport].beside_flood(
-            state, f"10,000 times: {what}", flood, loop.replace("COUNT", str(CONNECTIONS))
-        )
+        all_of_them = loop.replace("COUNT", str(CONNECTIONS))
+        scene.honest[transport].beside_flood(state, f"10,000 times: {what}", flood, all_of_them)
         until(lambda: scene.daemon.descriptors() <= scene.descriptors + 3 * SESSIONS)
         assert len(scene.daemon.sessions()) <= SESSIONS + len(scene.honest)
         grown.append(scene.daemon.resident_bytes() - warm)
     state(f"RssAnon after 10,000 times: {what}", ", ".join(f"{size // 1024:+} KiB" for size in grown))
     assert grown[-1] < RSS_GROWTH_BYTES, grown
 
-
-# --- Stopped ---
 
 STOPPED = 100
 IN_FLIGHT = 128
@@ -177,9 +163,6 @@ for session, model in zip(sessions, models, strict=True):
         until_clean(daemon, at_start)
 
 
-# --- Never ---
-
-
 def test_clients_that_never_read(scene: Scene, flood: Worker, transport: str, state: State) -> None:
     """Each asks on and on and reads no answer. It stands still when the socket is full; nothing piles up for it."""
     before = scene.daemon.resident_bytes()
@@ -211,21 +194,6 @@ while answer < 100_000:
     assert scene.daemon.resident_bytes() - before < RSS_GROWTH_BYTES
 
 
-def test_clients_that_never_acknowledge(scene: Scene, flood: Worker, state: State) -> None:
-    """Each reads all that comes, and acknowledges none of it: two packets fill its window, and no third comes.
-
-    Its calls that wait are bounded too: the rest is refused, one by one.
-    """
-    flood.do(f"sessions = [Session(endpoint) for _ in range({SESSIONS})]")
-    flood.do("models = [session.register('m') for session in sessions]")
-    flood.do(_NEVER_ACKNOWLEDGES)
-    refused = scene.honest["handoff"].beside_flood(state, "16 clients that never acknowledge", flood, "answer = ask()")
-    assert refused == {"TOO_MANY_REQUESTS": SESSIONS * 100}
-    # Two went out, sixteen wait for the window.
-    assert scene.daemon.books().lent_bytes == SESSIONS * 18 * 64 * PAGE
-    until(lambda: device_used(scene.daemon) == SESSIONS * 2 * 64 * PAGE)
-
-
 _NEVER_ACKNOWLEDGES = """
 from collections import Counter
 kept = []
@@ -253,11 +221,22 @@ def ask():
 """
 
 
-# --- Silence, and slowness ---
+def test_clients_that_never_acknowledge(scene: Scene, flood: Worker, state: State) -> None:
+    """Each reads all that comes, and acknowledges none of it: two packets fill its window, and no third comes.
+
+    Its calls that wait are bounded too: the rest is refused, one by one.
+    """
+    flood.do(f"sessions = [Session(endpoint) for _ in range({SESSIONS})]")
+    flood.do("models = [session.register('m') for session in sessions]")
+    flood.do(_NEVER_ACKNOWLEDGES)
+    refused = scene.honest["handoff"].beside_flood(state, "16 clients that never acknowledge", flood, "answer = ask()")
+    assert refused == {"TOO_MANY_REQUESTS": SESSIONS * 100}
+    # Two went out, sixteen wait for the window.
+    assert scene.daemon.books().lent_bytes == SESSIONS * 18 * 64 * PAGE
+    until(lambda: device_used(scene.daemon) == SESSIONS * 2 * 64 * PAGE)
 
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What an HTTP/2 client says first: the preface, and an empty SETTINGS."""
 
 
 def test_an_http2_preface_in_drips(scene: Scene, flood: Worker, state: State) -> None:

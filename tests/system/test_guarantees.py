@@ -11,10 +11,8 @@ from tests.support.raw import Session, allocation, info
 from tests.support.sizes import MIB
 from tests.system.test_reload import reload
 
-import membroker
 from membroker import Client, MembrokerError, OutOfMemory
 from membroker.admin import Admin, QuotaStatus
-from membroker.cli import doctor
 from membroker.types import Available
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm import Location
@@ -34,22 +32,19 @@ def daemon() -> Iterator[Daemon]:
 
 def test_the_rest_is_for_everybody_and_the_guarantee_for_its_owner(daemon: Daemon, red: Client, blue: Client) -> None:
     """Blue gets all but what is kept, and is told why; red gets its guarantee although the rest is lent."""
-    with membroker.connect(daemon.endpoint("blue")) as client:
-        batch = client.model("batch")
-        assert batch.available().now_bytes == 160 * MIB
-        with pytest.raises(OutOfMemory) as caught:
-            batch.allocate("162MiB")
-        assert (caught.value.level, caught.value.available_bytes) == ("capacity", 160 * MIB)
-        assert caught.value.metadata["reserved_bytes"] == str(96 * MIB)
-        with batch.allocate("160MiB"):
-            chat = red.model("chat", limit="128MiB")
-            assert chat.available() == Available(96 * MIB, 128 * MIB, 64 * MIB, 96 * MIB, 96 * MIB)
-            assert daemon.figure("membroker_device_reserved_bytes", location="device") == 96 * MIB
-            other = red.model("other")
-            assert other.available().now_bytes == 32 * MIB, "the model's own 64 are kept for it in its tenant, too"
-            with other.allocate("32MiB"), chat.allocate("64MiB"):
-                assert batch.available().now_bytes == 0
-    until(lambda: blue.model("batch").available().now_bytes == 160 * MIB)
+    batch, chat, other = blue.model("batch"), red.model("chat", limit="128MiB"), red.model("other")
+    assert batch.available().now_bytes == 160 * MIB
+    with pytest.raises(OutOfMemory) as caught:
+        batch.allocate("162MiB")
+    assert (caught.value.level, caught.value.available_bytes) == ("capacity", 160 * MIB)
+    assert caught.value.metadata["reserved_bytes"] == str(96 * MIB)
+    with batch.allocate("160MiB"):
+        assert chat.available() == Available(96 * MIB, 128 * MIB, 64 * MIB, 96 * MIB, 96 * MIB)
+        assert daemon.figure("membroker_device_reserved_bytes", location="device") == 96 * MIB
+        assert other.available().now_bytes == 32 * MIB, "the model's own 64 are kept for it in its tenant, too"
+        with other.allocate("32MiB"), chat.allocate("64MiB"):
+            assert batch.available().now_bytes == 0
+    until(lambda: batch.available().now_bytes == 160 * MIB)
 
 
 def test_a_command_outlives_the_daemon_and_takes_nothing_back(daemon: Daemon, blue: Client, admin: Admin) -> None:
@@ -96,21 +91,6 @@ def test_a_guaranteed_request_waits_as_configured(daemon: Daemon, admin: Admin) 
         assert len(red.answer(1_000)[1]) == 1
 
 
-def test_the_doctor_looks_at_guarantees(daemon: Daemon, blue: Client, admin: Admin) -> None:
-    def check() -> doctor.Check:
-        return doctor.check_guarantees(str(daemon.admin), {})
-
-    assert check().advice.startswith("make it a multiple of 64.0 MiB"), "96 MiB is not"
-    admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 64 * MIB})
-    assert (check().status, check().found) == ("ok", "2 set, all of them can be kept")
-    with blue.model("batch").allocate("128MiB"):
-        admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 192 * MIB})
-        assert (check().status, check().found) == (
-            "warn",
-            "64.0 MiB of the device guarantees are neither free nor recallable now",
-        )
-
-
 def test_nothing_is_lent_under_a_number_that_cannot_be_written(daemon: Daemon, admin: Admin) -> None:
     """The disk that outlives a reboot has a fault: the operator learns where, and the numbers stay what they were.
 
@@ -133,27 +113,19 @@ def test_nothing_is_lent_under_a_number_that_cannot_be_written(daemon: Daemon, a
         assert [(quota.name, quota.limit_bytes) for quota in admin.quotas()] == [("tenants/blue", 200 * MIB)]
         kept.with_name("quotas.toml.new").rmdir()
         admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 0})
-        granted, ids = blue.answer(100)
-        assert (granted.count, len(ids)) == (11, 11)
-    until(lambda: daemon.log().count("quota set") >= 2)
-    assert daemon.log().count("quota set") == 2, "the others were never in force"
-    assert "a fault of the broker" not in daemon.log()
+        assert len(blue.answer(100)[1]) == 11
 
 
 def test_memory_that_is_kept_for_nobody_is_told_and_can_be_freed(daemon: Daemon, red: Client, admin: Admin) -> None:
-    """A tenant that was guaranteed something, by the file and by command, is no longer configured.
-
-    What it holds stays; what was configured for it may have been given to others by the same reload.
-    """
+    """A tenant with guarantees, by the file and by command, is no longer configured. What it holds stays."""
     with red.model("other").allocate("2MiB"):
-        said = reload(daemon, tenants={"blue": {"guarantee": "192MiB"}})
-        assert "a removed tenant stays" in said
+        reload(daemon, tenants={"blue": {"guarantee": "192MiB"}})
         books = admin.device().locations["device"]
         assert (books.reserved_bytes, books.guarantee_shortfall_bytes) == (192 * MIB, 0)
         reload(daemon)
     red.close()
     until(lambda: not daemon.sessions())
-    admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 128 * MIB, "limit_bytes": 200 * MIB})
+    admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 128 * MIB})
     said = reload(daemon, tenants={"blue": {}})
     assert "memory is kept for a tenant that is not configured" in said
     assert "`membroker quota set red --guarantee none` ends that" in said
@@ -163,4 +135,3 @@ def test_memory_that_is_kept_for_nobody_is_told_and_can_be_freed(daemon: Daemon,
     with pytest.raises(MembrokerError) as caught:
         admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": MIB})
     assert caught.value.reason == "TENANT_NOT_FOUND"
-    admin.set_quota("tenants/red", DEVICE, {"limit_bytes": None})

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 from tests.support import raw
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
-from tests.support.forks import in_a_child
 from tests.support.raw import Connection, Session
 from tests.support.workers import PAGE
 
@@ -144,16 +143,3 @@ def test_each_frame_of_a_resume_has_its_turn(daemon: Daemon, resumable: Resumabl
         until(lambda: daemon.books().lent_bytes == PAGE)
         line.send(pb.Frame(request_id=3, holds=pb.Holds(last=True)))
         assert raw.reason(line.last_words()) == "PROTOCOL_VIOLATION"
-
-
-def test_a_child_does_not_resume_its_parents_session(daemon: Daemon) -> None:
-    """It knows the token, and is another process. It is told, and the parent's session goes on."""
-    with Session(daemon.endpoint()) as session:
-
-        def resume() -> None:
-            with Connection(daemon.endpoint()) as line:
-                line.send(pb.Frame(request_id=1, hello=pb.Hello(protocol_version=1, resume_token=session.token)))
-                assert raw.reason(line.last_words()) == "TOKEN_REJECTED"
-
-        in_a_child(resume)
-        session.register("m")

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.all_gpus import Parent
+from tests.support.all_gpus import running_all
 from tests.support.daemons import DEADLINE_SECONDS, running, until
 from tests.support.hindered import DESCRIPTORS
 from tests.support.workers import children
@@ -56,23 +56,14 @@ def test_a_daemon_whose_parent_hinders_it() -> None:
 
 def test_the_parent_of_all_and_its_daemons(tmp_path: Path) -> None:
     """With SIGCHLD ignored it would not see how a daemon has ended, and with SIGTERM blocked it would not stop."""
-    parent = Parent(tmp_path, HINDERED)
-    try:
+    with running_all(tmp_path, HINDERED) as parent:
         parent.wait_until_ready()
-        unhindered(parent.process.pid)
         daemons = children(parent.process.pid)
         assert len(daemons) == 2
-        for child in daemons:
-            unhindered(child)
+        for pid in (parent.process.pid, *daemons):
+            unhindered(pid)
         os.kill(daemons[0], signal.SIGKILL)
-        until(lambda: "a daemon has died" in parent.log())
-        assert "status=-9" in parent.log()
-        parent.process.terminate()
-        assert parent.process.wait(DEADLINE_SECONDS) == 0
-    finally:
-        parent.process.kill()
-        parent.process.wait()
-        parent.notified.close()
+        until(lambda: re.search("a daemon has died .*status=-9", parent.log()))
 
 
 def test_a_keeper_by_hand(tmp_path: Path) -> None:

@@ -17,23 +17,13 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from tests.support.daemons import DEADLINE_SECONDS, running
+from tests.support.daemons import running
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SHARED = {"google"}
 """Directories in which several packages have a part."""
 FIRST_PROGRAM = re.compile(r"^```python run(?: numpy)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-OF_VLLM = {
-    "cuda-bindings": "13.5.0",
-    "googleapis-common-protos": "1.76.0",
-    "grpcio": "1.85.3",
-    "nvidia-ml-py": "13.615.71",
-    "protobuf": "7.36.2",
-    "rich": "15.0.0",
-}
-"""What vLLM 0.33.0 brought on 28 November 2026 (`uv pip compile`, Python 3.12), of what the library can use."""
 
 
 def closure(requirements: Iterable[str]) -> set[str]:
@@ -54,15 +44,14 @@ def closure(requirements: Iterable[str]) -> set[str]:
     return found
 
 
-def environment(directory: Path, *extras: str, more: Iterable[str] = (), wheel: Path | None = None) -> Path:
-    """Make a virtual environment with this project, these extras of it and more, and return its bin directory.
+def environment(directory: Path, more: Iterable[str] = (), wheel: Path | None = None) -> Path:
+    """Make a virtual environment with this project and more, and return its bin directory.
 
     The project is installed from the wheel, if there is one, and otherwise linked as the packages are.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
     site = next((directory / "lib").glob("python3*")) / "site-packages"
-    wanted = [*PROJECT["dependencies"], *(one for extra in extras for one in PROJECT["optional-dependencies"][extra])]
-    for package in closure([*wanted, *more]):
+    for package in closure([*PROJECT["dependencies"], *more]):
         for file in metadata.files(package) or []:
             depth = 2 if file.parts[0] in SHARED else 1
             link, there = site.joinpath(*file.parts[:depth]), Path(str(file.locate()))
@@ -93,27 +82,18 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(command: Path, *arguments: str) -> tuple[int, str, str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    done = subprocess.run(
-        [command, *arguments], env=clean, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
-    )
+    done = subprocess.run([command, *arguments], env=clean, capture_output=True, text=True)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
-
-
-def sentence(command: Path, *arguments: str) -> str:
-    """Run what cannot work here, and return the one line that it says."""
-    status, out, err = run(command, *arguments)
-    assert (status, out) == (1, "")
-    (line,) = err.splitlines()
-    return line
 
 
 def test_what_needs_an_extra_names_it(bare: Path) -> None:
     """Somebody installs the library and tries the daemon, or the demo."""
     for command, *words in (("membrokerd", "--driver", "host"), ("membrokerd",), ("membroker", "demo")):
-        line = sentence(bare / command, *words)
-        assert line.startswith(f"{command}: ")
-        assert "pip install 'membroker[broker]'" in line
+        status, out, err = run(bare / command, *words)
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert err.startswith(f"{command}: ")
+        assert "pip install 'membroker[broker]'" in err
 
 
 def test_the_library_needs_no_extra(bare: Path) -> None:
@@ -126,7 +106,7 @@ def test_the_library_needs_no_extra(bare: Path) -> None:
 
 
 @pytest.mark.deep
-def test_the_first_program_of_each_page_runs_from_the_wheel(tmp_path: Path) -> None:
+def test_the_first_program_of_each_page_runs_from_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a reader has who cloned nothing: a file that the wheel lacks is missed here."""
     building = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
     built = subprocess.run([*building, "--wheel-dir", tmp_path, ROOT], capture_output=True, text=True, check=False)
@@ -138,38 +118,12 @@ def test_the_first_program_of_each_page_runs_from_the_wheel(tmp_path: Path) -> N
     found = {page: block for page in pages if (block := FIRST_PROGRAM.search(page.read_text()))}
     assert len(found) >= 12
     with running({"capacity": "1GiB", "host_capacity": "1GiB"}) as daemon:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        monkeypatch.setenv("MEMBROKER_ENDPOINT", str(daemon.endpoint()))
+        monkeypatch.chdir(tmp_path)
         for page, block in found.items():
             code = f"import membroker\nassert {str(tmp_path)!r} in membroker.__file__\n{block[1]}"
-            done = subprocess.run(
-                [binaries / "python", "-c", code],
-                env={**clean, "MEMBROKER_ENDPOINT": str(daemon.endpoint())},
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            assert (done.returncode, done.stderr) == (0, ""), page
-
-
-def test_a_gpu_without_its_libraries_names_their_extra(tmp_path: Path) -> None:
-    """The broker's extra alone, and `driver = "cuda"`."""
-    binaries = environment(tmp_path / "venv", "broker")
-    config = tmp_path / "membrokerd.toml"
-    config.write_text(f'driver = "cuda"\nruntime_directory = "{tmp_path}/run"\n')
-    line = sentence(binaries / "membrokerd", "--config", str(config))
-    assert line.startswith("membrokerd: ")
-    assert "pip install 'membroker[cuda]'" in line
-
-
-# In an engine's environment
-
-
-def test_an_engines_environment_has_all_that_the_library_needs() -> None:
-    """So `pip install membroker` there adds one package, and changes none. The extra `cuda` would: nobody needs it."""
-    for text in PROJECT["dependencies"]:
-        requirement = Requirement(text)
-        assert requirement.specifier.contains(OF_VLLM[requirement.name]), text
+            status, _, err = run(binaries / "python", "-c", code)
+            assert (status, err) == (0, ""), page
 
 
 def imports(directory: str) -> Iterator[tuple[str, bool]]:

@@ -42,8 +42,7 @@ def lost(daemon: Daemon) -> float:
 def test_a_gpu_that_falls_off_the_bus_and_comes_back(daemon: Daemon, faults: Path) -> None:
     """One warning at the change and one line at the return; between them every view says it, and nothing is lent."""
     with worker() as one:
-        one.connect(daemon)
-        one.do("model = client.model('m'); buffer = model.allocate(PAGE)")
+        one.connect(daemon).do("model = client.model('m'); buffer = model.allocate(PAGE)")
         lent, url = daemon.books().lent_bytes, daemon.device().metrics_url.removesuffix("/metrics")
         assert (lost(daemon), probe(f"{url}/readyz")) == (0, (200, "ok\n"))
         say_faults(faults, OFF_THE_BUS)

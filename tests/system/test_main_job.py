@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from google.rpc.status_pb2 import Status
-from tests.support import raw
-from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.daemons import Daemon, until
 from tests.support.devices import Device
 from tests.support.sizes import MIB
-from tests.support.workers import PAGE, descriptors_at_start, until_clean, worker, workers
-
-from membroker.v1 import broker_pb2 as bpb
-from membroker.v1 import handoff_pb2 as pb
+from tests.support.workers import descriptors_at_start, until_clean, worker, workers
 
 EACH_WAY = pytest.mark.parametrize("transport", ["handoff", "grpc"])
 """Both ways to ask, in `make test` too: elsewhere the second is deep."""
@@ -23,10 +18,7 @@ def used(daemon: Daemon, name: str) -> int:
 
 @EACH_WAY
 def test_a_worker_borrows_writes_grows_and_gives_back(daemon: Daemon, transport: str) -> None:
-    """An engine starts: it reserves far more addresses than it needs, backs some, uses them, and shuts down.
-
-    The books, the device's own figure and the pool agree at every step; the pages that come back are fresh.
-    """
+    """The books, the device's own figure and the pool agree at every step; the pages that come back are fresh."""
     at_start = descriptors_at_start(daemon)
     with worker() as engine:
         engine.connect(daemon, transport=transport)
@@ -58,10 +50,7 @@ def test_a_worker_borrows_writes_grows_and_gives_back(daemon: Daemon, transport:
 
 @EACH_WAY
 def test_each_level_refuses_with_its_numbers(device: Device, transport: str) -> None:
-    """A greedy model runs into its own limit, then its tenant's, then the GPU's, and is told which and how much.
-
-    A refusal changes nothing: what the numbers call available is granted right afterwards.
-    """
+    """A model's limit, its tenant's, the GPU's. What the numbers call available is granted right afterwards."""
     tenants = {"red": {"limit": "48MiB", "models": {"small": {"limit": "16MiB"}}}, "blue": {}}
     with device.running({"capacity": "64MiB", "tenants": tenants}) as daemon, workers(2) as (red, blue):
         red.connect(daemon, "red", transport)
@@ -121,40 +110,11 @@ def test_what_one_tenant_gives_back_the_other_takes(device: Device) -> None:
             each.do("client.close()")
 
 
-def test_nobody_is_refused_for_what_was_given_back_before() -> None:
-    """Many releases that want no answer come before a request of another worker, which the daemon reads first.
-
-    There are more of them than the daemon takes of one connection in a turn.
-    """
-    with (
-        running({"capacity": "64MiB"}) as daemon,
-        raw.Session(daemon.endpoint("red")) as red,
-        raw.Session(daemon.endpoint("blue")) as blue,
-    ):
-        ids = red.borrow(red.register("m"), PAGE, 32)
-        model = blue.register("m")
-        with hold_still(daemon):
-            blue.send(pb.Frame(request_id=10_001, allocate=raw.allocation(model, 1)))  # so that it is the first one
-            for number, extent in enumerate(ids):
-                release = bpb.ReleaseExtentsRequest(extent_ids=[extent], no_reply=True)
-                red.send(pb.Frame(request_id=10_001 + number, release=release))
-            blue.send(pb.Frame(request_id=10_002, allocate=raw.allocation(model, 64 * MIB)))
-        assert raw.reason(blue.answer(10_001)[0]) == "INVALID_SIZE"
-        assert not isinstance(blue.answer(10_002)[0], Status)
-        assert raw.reason(red.call(allocate=raw.allocation("tenants/red/models/m", PAGE))) == "CAPACITY"
-        denials = {model.name: dict(model.denials_total) for model in daemon.models()}
-        assert denials == {"tenants/red/models/m": {"CAPACITY": 1}, model: {"INVALID_SIZE": 1}}, "counted twice"
-
-
 def test_declared_memory_is_charged_and_credited(daemon: Daemon) -> None:
-    """An engine's CUDA context is its own allocation; declared, it counts against limits like everything else.
-
-    It ends with a smaller declaration, with 0, or with the process, killed or not.
-    """
+    """A CUDA context counts like everything else. It ends with a smaller declaration, or with the process."""
     at_start = descriptors_at_start(daemon)
     with worker() as engine:
-        engine.connect(daemon)
-        engine.do("model = client.model('m', limit='64MiB'); model.declare(50_000_001)")
+        engine.connect(daemon).do("model = client.model('m', limit='64MiB'); model.declare(50_000_001)")
         assert engine.ask("model.stats().books['device'].declared_bytes") == daemon.books().lent_bytes == 50_000_001
         assert engine.refused("model.declare('65MiB')").numbers[::3] == ("model", 64 * MIB)
         assert used(daemon, "tenants/red/models/m") == 50_000_001, "a refused declaration changed the one before"

@@ -76,9 +76,8 @@ def _channel(daemon: Daemon, number: int = 0) -> grpc.Channel:
 
 
 def _watch(channel: grpc.Channel, name: str) -> object:
-    return health_pb2_grpc.HealthStub(channel).Watch(
-        health_pb2.HealthCheckRequest(service=name), timeout=DEADLINE_SECONDS
-    )
+    request = health_pb2.HealthCheckRequest(service=name)
+    return health_pb2_grpc.HealthStub(channel).Watch(request, timeout=DEADLINE_SECONDS)
 
 
 def test_streams_that_nothing_ends_are_bounded(daemon: Daemon) -> None:
@@ -187,10 +186,8 @@ for peer in peers[16:]:
         peer.begin_block(REGISTER, 15_000)
 """)
         peak = max(_resident_while(daemon, 100))
-        state(
-            "RssAnon at the start, with the worst mix, and its bound",
-            f"{at_start // MIB}, {peak // MIB}, {BOUND // MIB} MiB",
-        )
+        figures = f"{at_start // MIB}, {peak // MIB}, {BOUND // MIB} MiB"
+        state("RssAnon at the start, with the worst mix, and its bound", figures)
         assert max(peak, calls) < BOUND
         check_turns(daemon, state, "the worst mix")
 
@@ -279,14 +276,10 @@ def test_the_worst_mix_of_so_many_descriptors_stays_within_the_bound(
             each.do(_UNFINISHED.format(connections=connections, streams=MAX_STREAMS))
         peak = max(_resident_while(daemon, 100))
         state("requests that wait, and models with open recalls", f"{waits}, {len(recalled)}")
-        state(
-            "connections with unfinished frames, and descriptors",
-            f"{len(flooding) * connections}, {daemon.descriptors()}",
-        )
-        state(
-            f"RssAnon at the start, with the worst mix of {descriptors:,} descriptors, and its bound",
-            f"{at_start // MIB}, {peak // MIB}, {most // MIB} MiB",
-        )
+        unfinished = f"{len(flooding) * connections}, {daemon.descriptors()}"
+        state("connections with unfinished frames, and descriptors", unfinished)
+        figures = f"{at_start // MIB}, {peak // MIB}, {most // MIB} MiB"
+        state(f"RssAnon at the start, with the worst mix of {descriptors:,} descriptors, and its bound", figures)
         assert recalled
         assert peak < most
         assert daemon.descriptors() < descriptors
@@ -414,10 +407,7 @@ def test_answers_that_nobody_takes_are_bounded(daemon: Daemon, flood: Worker, st
 
 
 def test_tenants_that_a_reload_adds_share_one_bound_of_calls(state: State) -> None:
-    """Each tenant begins calls and never ends them, the new ones too: all together get no more than the bound.
-
-    A worker of another tenant goes on meanwhile, and gRPC serves again once the calls are gone.
-    """
+    """Each begins calls and never ends them: together they get no more than the bound. Others go on meanwhile."""
     with running({"tenants": {"red": {}, "blue": {}}, "max_sessions": MAX_SESSIONS}) as daemon, ExitStack() as stack:
         honest = Honest(stack.enter_context(worker()), daemon, "handoff")
         peers = _begin_calls(daemon, stack, ["red"], MAX_CALLS // 3)
@@ -438,10 +428,7 @@ def test_tenants_that_a_reload_adds_share_one_bound_of_calls(state: State) -> No
 
 
 def test_no_user_of_one_endpoint_takes_all_its_calls() -> None:
-    """Each user is a tenant there. A flood without a session gets half of the calls, and a worker is served beside.
-
-    A second flood, with the worker's own token, gets a quarter.
-    """
+    """A flood without a session gets half of the calls, one with a worker's own token a quarter."""
     with running({"tenants": None, "max_sessions": MAX_SESSIONS}) as daemon, ExitStack() as stack:
         share, endpoint = MAX_CALLS // 2, daemon.endpoint("default")
         flood = _begin_calls(daemon, stack, ["default"], share)

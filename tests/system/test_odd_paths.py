@@ -9,24 +9,16 @@ import os
 import select
 import socket
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS
-from tests.support.keepers import end_keeper
 from tests.support.template import PythonProcess, run
 
 import membroker
 from membroker.admin import Admin
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="mb-") as directory:
-        yield Path(directory)
 
 
 def command(runtime: Path, *more: str) -> list[str]:
@@ -47,7 +39,6 @@ def ready(place: Path, runtime: Path) -> Iterator[Path]:
             finally:
                 daemon.terminate()
                 _, said = daemon.communicate(timeout=DEADLINE_SECONDS)
-                end_keeper(runtime / "host" / "state" / "fdstore.sock")
     assert daemon.returncode == 0, said
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import Daemon, running, until
 from tests.support.honest_worker import COUNTED, State, check_turns, honest
-from tests.support.raw import Session, admin_call, allocation, info, is_readable
+from tests.support.raw import Session, admin_call, allocation, info
 from tests.support.sizes import MIB
 from tests.support.workers import worker
 
@@ -83,34 +82,6 @@ def ended(daemon: Daemon) -> list[float]:
     return [daemon.figure(series, result=result) for result in ("returned", "kept", "late")]
 
 
-# --- Borrowers that answer ---
-
-
-def test_a_guaranteed_request_is_granted_after_one_recall(stack: ExitStack, state: State) -> None:
-    """All is lent, also what is guaranteed to red. Red asks for half of that, and one answer later it has it."""
-    with lending() as daemon, stack:
-        blue, red = Borrower(stack, daemon, "blue", ALL), Borrower(stack, daemon, "red", answers=False)
-        assert blue.books(daemon).recallable_bytes == ALL * UNIT
-        books = daemon.books()
-        assert (books.free_bytes, books.reserved_bytes, books.guarantee_shortfall_bytes) == (0, HALF * UNIT, 0)
-
-        began = time.perf_counter()
-        red.ask(4)
-        recall = blue.recalled()
-        assert (recall.bytes, recall.within.seconds) == (4 * UNIT, HOUR)
-        until(lambda: blue.books(daemon).recalled_bytes == 4 * UNIT)
-        blue.release(4)
-        blue.session.answer_recall(recall.recall_id)
-        assert red.get() == 4
-        state("a guaranteed request beside a borrower that answers", f"{(time.perf_counter() - began) * 1e3:.1f} ms")
-        assert ended(daemon) == [1, 0, 0]
-        assert not is_readable(blue.session.notices)
-        assert (blue.books(daemon).recalled_bytes, blue.books(daemon).late_bytes) == (0, 0)
-
-
-# --- Borrowers that do not answer ---
-
-
 def test_a_silent_borrower_is_late_until_it_answers(stack: ExitStack) -> None:
     """Another borrower is asked in its place. The log, the metrics and the doctor say who is late."""
     with lending(recall_seconds=2.0) as daemon, stack:  # green must answer in that time
@@ -118,7 +89,7 @@ def test_a_silent_borrower_is_late_until_it_answers(stack: ExitStack) -> None:
         red = Borrower(stack, daemon, "red", answers=False)
         red.ask(HALF)
         silent, first = blue.recalled(), green.recalled()
-        assert (silent.bytes, first.bytes) == (4 * UNIT, 4 * UNIT)
+        assert (silent.bytes, first.bytes, first.within.seconds) == (4 * UNIT, 4 * UNIT, 2)
         green.release(4)
         green.session.answer_recall(first.recall_id)
         second = green.recalled()
@@ -131,8 +102,8 @@ def test_a_silent_borrower_is_late_until_it_answers(stack: ExitStack) -> None:
         (line,) = until(lambda: re.findall("WARNING a worker is late for a recall of memory (.*)\n", daemon.log()))
         assert line.startswith(f"session={blue.session.welcome.session} model={blue.model} ")
         assert daemon.figure("membroker_model_late_bytes", tenant="blue", location="device") == 4 * UNIT
-        doctors = doctor.check_guarantees(str(daemon.admin), {})
-        assert (doctors.status, doctors.found) == ("warn", "blue/m owes 64.0 MiB that the broker has recalled")
+        found = doctor.check_guarantees(str(daemon.admin), {}).found
+        assert found == "blue/m owes 64.0 MiB that the broker has recalled"
 
         refused = blue.session.call(allocate=allocation(blue.model, UNIT))
         assert info(refused).metadata["recalled_bytes"] == str(4 * UNIT)
@@ -209,10 +180,7 @@ def test_a_foreign_model_in_holds_is_ignored(stack: ExitStack) -> None:
 
 @pytest.mark.deep
 def test_a_flood_of_answers(stack: ExitStack, state: State) -> None:
-    """16 sessions answer recalls that never were, and not the one that each has, beside an honest worker.
-
-    A guaranteed request waits meanwhile, so each page that the honest worker gets is decided among waiting requests.
-    """
+    """16 sessions answer recalls that never were, while a guaranteed request waits, beside an honest worker."""
     tenants = {
         "red": {},
         "blue": {"models": {"honest": {"guarantee": "16MiB"}}},

@@ -92,9 +92,7 @@ def make_release(tree: Path, place: Path) -> str:
     this = [f"VENV={sys.prefix}", "-o", f"{sys.prefix}/.installed"]
     command = ["make", "--directory", str(tree), *this, "release", f"BASE={BASE}", f"BUILD_OPTIONS={volumes}"]
     environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL")}
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, check=False
-    )
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

@@ -92,8 +92,7 @@ def _trade(daemon: Daemon) -> None:
         red.kill()
         until(lambda: not any("red" in one.tenant for one in daemon.sessions()))
         with worker() as again:  # what the dead worker had is lent once more
-            again.connect(daemon, "red")
-            again.do("model = client.model('chat'); held = model.allocate(160 * MIB)")
+            again.connect(daemon, "red").do("model = client.model('chat'); held = model.allocate(160 * MIB)")
 
 
 def test_the_same_numbers_tell_what_happened(recorded: Path) -> None:
@@ -103,19 +102,14 @@ def test_the_same_numbers_tell_what_happened(recorded: Path) -> None:
         name: counted(model["happened"]) for name, model in models.items()
     }
     chat, cache, batch = (models[name]["happened"] for name in ("red/chat", "blue/cache", "green/batch"))
-    assert chat["refused"] == {"CAPACITY": 2}, "one of them is a segment"
-    assert chat["waited"] == 2
-    assert batch["refused"] == {"CAPACITY": 1, "MODEL_LIMIT": 1}
-    assert batch["waited"] == 1
+    assert (chat["refused"], chat["waited"]) == ({"CAPACITY": 2}, 2), "one of them is a segment"
+    assert (batch["refused"], batch["waited"]) == ({"CAPACITY": 1, "MODEL_LIMIT": 1}, 1)
     assert cache["recalls"] >= 2
     assert cache["recalled_bytes"] >= 48 * MIB
 
 
 def test_other_numbers_tell_what_would_have_happened(recorded: Path) -> None:
-    """With 1 GiB nobody waits or is refused for want of it. A limit for blue leaves room for all others.
-
-    Without its guarantee red asks for no memory back.
-    """
+    """With 1 GiB nobody waits or is refused for want of it. Without its guarantee red asks for no memory back."""
     larger = replay(recorded, "--capacity", "1GiB")
     assert {name: model["replayed"]["refused"] for name, model in larger.items()} == {
         "red/chat": {},
@@ -126,7 +120,6 @@ def test_other_numbers_tell_what_would_have_happened(recorded: Path) -> None:
     assert larger["blue/cache"]["replayed"]["recalls"] == 1, "the quota below what it used"
     limited = replay(recorded, "--limit", "blue/cache=96MiB")
     assert limited["blue/cache"]["replayed"]["refused"] == {"MODEL_LIMIT": 1}
-    assert (limited["red/chat"]["replayed"]["waited"], limited["blue/cache"]["replayed"]["recalls"]) == (1, 0)
     unguarded = replay(recorded, "--guarantee", "red/chat=none", "--weight", "red=0")
     assert unguarded["red/chat"]["replayed"]["refused"]["CAPACITY"] > 2
     unlimited = replay(recorded, "--limit", "blue=none", "--capacity", "1GiB")
@@ -138,10 +131,8 @@ def test_what_a_person_is_shown_and_told(recorded: Path) -> None:
     status, out, err = run("replay", recorded, "--capacity", "128MiB", "--weight", "red/chta=2")
     assert status == 0
     assert [row.split()[0] for row in out.splitlines()[:3]] == ["model", "blue/cache", "replayed"]
-    assert "1 CAPACITY" in out
     assert "red/chta asked for no device memory in this recording: check the name (blue/cache, " in err
-    for arguments, status in ((["--limit", "red"], 2), (["--weight", "red=1001"], 2), (["--capacity", "64MiB"], 1)):
-        refused("replay", recorded, *arguments, status=status)
+    refused("replay", recorded, "--capacity", "64MiB")
 
 
 def test_a_replay_that_is_ended_takes_its_process_along(recorded: Path) -> None:
@@ -161,42 +152,15 @@ def test_a_replay_that_is_ended_takes_its_process_along(recorded: Path) -> None:
     os.close(end)
 
 
-def test_a_restart_begins_another_part() -> None:
-    """A daemon is killed, and the next one goes on with the books and with the trace: all of it is replayed."""
-    with running(CONFIG) as daemon:
-        with membroker.connect(daemon.endpoint("green")) as client:
-            model = client.model("batch")
-            held = model.allocate(150 * MIB)
-            until(lambda: '["answered"' in trace_of(daemon).read_text())  # the last rows of a killed daemon may be lost
-            daemon.kill()
-            before = trace_of(daemon).read_text()
-            daemon.start_again()
-            with pytest.raises(membroker.OutOfMemory):
-                model.allocate(128 * MIB)
-            held.close()
-            model.allocate(64 * MIB).close()
-        assert daemon.stop() == 0
-        assert trace_of(daemon).read_text().startswith(before)
-        (model_,) = replay(trace_of(daemon)).values()
-        assert model_["happened"] == {**model_["replayed"], "waited_ms": 0}
-        assert (model_["happened"]["granted"], model_["happened"]["refused"]) == (2, {"CAPACITY": 1})
-        (model_,) = replay(trace_of(daemon), "--capacity", "192MiB").values()  # of which 96 are guaranteed to red
-        assert model_["replayed"]["refused"] == {"CAPACITY": 2}
-
-
-def test_a_journal_shows_which_loans_fit() -> None:
+def test_a_journal_shows_which_loans_fit(daemon: Daemon, red: membroker.Client) -> None:
     """Nothing was recorded. The journal of the day still says which loans a smaller device would have refused."""
-    with running() as daemon:
-        with membroker.connect(daemon.endpoint("red")) as client:
-            model = client.model("chat")
-            for size in (16, 64, 16):
-                model.allocate(size * MIB).close()
-        assert not trace_of(daemon).exists(), "nobody has asked for it"
-        journal = daemon.root / "state" / "journal"
-        (model_,) = replay(journal, "--capacity", "32MiB").values()
-        assert model_["happened"]["granted"] == 3
-        assert model_["replayed"]["refused"] == {"CAPACITY": 1}
-        assert refused("replay", journal).endswith("give one with --capacity")
+    for size in (16, 64, 16):
+        red.model("chat").allocate(size * MIB).close()
+    assert not trace_of(daemon).exists(), "nobody has asked for it"
+    journal = daemon.root / "state" / "journal"
+    (model,) = replay(journal, "--capacity", "32MiB").values()
+    assert (model["happened"]["granted"], model["replayed"]["refused"]) == (3, {"CAPACITY": 1})
+    assert refused("replay", journal).endswith("give one with --capacity")
 
 
 def test_a_full_disk_stops_the_recording_and_nothing_else() -> None:
@@ -219,5 +183,4 @@ def test_a_full_disk_stops_the_recording_and_nothing_else() -> None:
         assert daemon.log().count("the trace cannot be written") == 1
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
         (model_,) = replay(trace).values()
-        assert model_["happened"]["requests"] > 0
         assert counted(model_["happened"]) == counted(model_["replayed"])

@@ -29,10 +29,7 @@ def start(place: Path, calls: str, driver: str = "host") -> str:
 
 
 def test_a_daemon_tries_what_it_needs(tmp_path: Path) -> None:
-    """Later, a refused pidfd_open would say that a worker is dead, and a refused flock that another daemon runs.
-
-    The host driver names its own.
-    """
+    """Later, a refused pidfd_open would say that a worker is dead, and a refused flock that another daemon runs."""
     for calls in (["pidfd_open"], ["eventfd2", "flock"]):
         said = start(tmp_path, ",".join(calls))
         assert said.startswith("membrokerd: this system refuses what a broker needs: ")
@@ -65,6 +62,4 @@ def test_a_worker_is_told_which_call_is_refused(daemon: Daemon) -> None:
     """It had descriptors left, and was told to raise their limit."""
     for calls, named, by in (("socket", "socket(AF_UNIX, SOCK_SEQPACKET)", []), ("eventfd2", "eventfd2", ["grpc"])):
         said = in_sandbox(calls, "-c", _CONNECT, str(daemon.endpoint()), *by).stdout
-        assert said.startswith(
-            f"AccessDenied {named}: Operation not permitted (EPERM): this process may not make that call"
-        )
+        assert said.startswith(f"AccessDenied {named}: Operation not permitted (EPERM): this process may not make")

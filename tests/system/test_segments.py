@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from tests.support.daemons import Daemon, running, until
-from tests.support.raw import Session, grpc_call, info, reason, segment_of
+from tests.support.raw import Session, info, reason, segment_of
 from tests.support.sizes import GIB
 from tests.support.workers import PAGE, Worker, descriptors_at_start, until_clean, worker, workers
 
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1.resources_pb2 import Segment as SegmentMessage
-from membroker.v1.resources_pb2 import Session as SessionMessage
-
-FULL_NAME = "tenants/red/models/m/segments/weights"
 
 
 @contextmanager
@@ -40,40 +36,12 @@ def segments(daemon: Daemon) -> list[Any]:
 
 
 def wait_in_attach(one: Worker, daemon: Daemon) -> None:
-    one.connect(daemon)
-    one.do("attaching = Attaching(client.model('n'), client, 'weights')")
+    one.connect(daemon).do("attaching = Attaching(client.model('n'), client, 'weights')")
     assert one.ask("attaching.is_waiting()")
 
 
-def test_a_writer_without_a_connection_seals_by_grpc(daemon: Daemon) -> None:
-    """Its token still does everything that brings no descriptors: seal, detach, delete."""
-    with Session(daemon.endpoint()) as writer, worker() as reader:
-
-        def ask(method: str, request: Any) -> Any:
-            request.request_id += 1
-            return grpc_call(writer.endpoint, writer.token, method, request)
-
-        made = writer.call(create_segment=segment_of(writer.register("m"), "weights", PAGE))
-        wait_in_attach(reader, daemon)
-        writer.sock.shutdown(socket.SHUT_RDWR)
-        until(lambda: daemon.device().detached_sessions == 1)
-        assert ask("SealSegment", pb.SealSegmentRequest(generation=made.generation)).state == SegmentMessage.SEALED
-        assert reader.ask("attaching.result().read(0, 5) == bytes(5)")
-        assert reason(ask("AttachSegment", pb.AttachSegmentRequest(name=FULL_NAME))) == "DELIVERY_FAILED"
-        detach = pb.DetachSegmentRequest(generation=made.generation)
-        assert ask("DetachSegment", detach) == pb.DetachSegmentResponse()
-        assert ask("DeleteSegment", pb.DeleteSegmentRequest(name=FULL_NAME)).state == SegmentMessage.ENDING
-        reader.do("client.close()")
-        until(lambda: not segments(daemon))
-        assert daemon.books().lent_bytes == 0
-        assert [one.state for one in daemon.sessions()] == [SessionMessage.DETACHED], "it ends with this process"
-
-
 def test_a_large_segment_comes_in_packets(transport: str) -> None:
-    """130 GiB are 130 extents, three packets: more than a window. Its seams are seen by nobody.
-
-    Nothing of it is touched but eight bytes at each seam, so it costs no memory.
-    """
+    """130 extents are three packets, more than a window. Only eight bytes at each seam are touched."""
     with running({"capacity": "140GiB"}) as daemon, clean(daemon), workers(2) as (writer, reader):
         marks = "marks = {at - 4: at.to_bytes(8, 'little') for at in range(1 << 30, segment.size, 1 << 30)}"
         writer.connect(daemon, transport=transport)
@@ -107,9 +75,7 @@ def test_the_broker_keeps_only_so_many_extents() -> None:
 
 
 def test_a_writer_that_spoils_its_own_seal_harms_nobody(daemon: Daemon) -> None:
-    """It forbids further seals on its descriptor, so that the broker cannot seal: the segment stays what it was,
-    readers wait on, and it is given up like any other.
-    """
+    """It forbids further seals on its descriptor: readers wait on, and the segment is given up like any other."""
     with clean(daemon), Session(daemon.endpoint()) as session, worker() as reader:
         made, _, (descriptor,) = session.take(create_segment=segment_of(session.register("m"), "weights", PAGE))
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)

@@ -67,11 +67,7 @@ answer = [granted, refused]
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("transport", LOANS)
 def test_the_daemon_is_as_it_was_after_thousands_of_loans(transport: str) -> None:
-    """Twenty engines of two tenants borrow, write, run into the capacity, release and end, in two rounds.
-
-    After the first round, which warms up, the daemon has its size; after the second it has the same. Its
-    descriptors are exactly those of its start, after both.
-    """
+    """Twenty engines borrow, run into the capacity, release and end, in two rounds, of which the first one warms up."""
     seed = chosen_seed()
     with running({"capacity": "64MiB", "model_grace_seconds": 3600, "log": {"level": "info"}}) as daemon:
         at_start = descriptors_at_start(daemon)

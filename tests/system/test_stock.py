@@ -6,15 +6,11 @@ What it makes and closes is in tests/broker/runtime/test_loop_stock.py, and when
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
-import pytest
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import running, until
 from tests.support.processes import open_extents
 from tests.support.workers import PAGE, worker
 
-PAGES = 16
-"""Of the capacity."""
 _TOOLS = """
 model = client.model('m')
 def inodes():
@@ -27,20 +23,18 @@ def write(buffer):
 """
 
 
-@pytest.fixture
-def stocked() -> Iterator[Daemon]:
-    """A daemon with a stock, and not much to lend."""
-    with running({"capacity": f"{PAGES * 2}MiB", "stock": "64MiB", "audit_seconds": 0.05}) as one:
-        yield one
-
-
-def test_what_was_lent_never_comes_back_to_it(stocked: Daemon) -> None:
-    """A worker borrows, writes and releases, on and on: each time it is memory that was never lent."""
+def test_what_was_lent_never_comes_back_to_it() -> None:
+    """Each time it is memory that was never lent. What is ready is counted, and goes when there is no room."""
 
     def used() -> int:
         return sum(map(int, re.findall(r"stock changed .*change=-?(\d+) cause=used", stocked.log())))
 
-    with worker() as process:
+    def is_kept(pages: int) -> bool:
+        """Say whether so many pages are ready, and their descriptors and the anchor's are open, as is said."""
+        counted, opened = stocked.figure("membroker_memory_descriptors_open"), open_extents(stocked.process.pid)
+        return (stocked.books().stock_bytes, counted, opened) == (pages * PAGE, 1 + pages, 1 + pages)
+
+    with running({"capacity": "32MiB", "stock": "64MiB", "audit_seconds": 0.05}) as stocked, worker() as process:
         process.connect(stocked).do(_TOOLS)
         process.do("seen = set()")
         for _ in range(60):
@@ -50,19 +44,7 @@ def test_what_was_lent_never_comes_back_to_it(stocked: Daemon) -> None:
         until(lambda: used() >= 30)
         until(lambda: stocked.books().unaccounted_bytes == 0 and not stocked.books().releasing_bytes)
         assert stocked.books().lent_bytes == 0
-
-
-def test_its_descriptors_are_open_and_counted_and_go_with_it(stocked: Daemon) -> None:
-    """Each extent of it is one descriptor of the daemon's; when somebody needs all of the room, all are closed."""
-
-    def is_kept(pages: int) -> bool:
-        """Return whether so many pages are ready, and their descriptors and the anchor's are open, as is said."""
-        counted = stocked.figure("membroker_memory_descriptors_open")
-        return (stocked.books().stock_bytes, counted) == (pages * PAGE, 1 + pages)
-
-    with worker() as process:
-        process.connect(stocked).do(_TOOLS)
         process.do("first = model.allocate(PAGE); first.close()")
-        until(lambda: is_kept(2) and open_extents(stocked.process.pid) == 1 + 2)
-        process.do(f"large = model.allocate({PAGES} * PAGE)")
-        until(lambda: is_kept(0) and open_extents(stocked.process.pid) == 1)
+        until(lambda: is_kept(2))
+        process.do("large = model.allocate('32MiB')")
+        until(lambda: is_kept(0))

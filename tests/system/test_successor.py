@@ -11,11 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.support import faulty_daemon
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
-from tests.support.raw import Session
+from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
-from tests.support.workers import ANCHOR_BYTES, PAGE, links, state_of, worker, workers
+from tests.support.workers import ANCHOR_BYTES, PAGE, state_of, worker, workers
 
 from membrokerd.system.device_directory import DeviceDirectory, DirectoryError
 
@@ -46,8 +44,7 @@ def test_who_died_while_no_daemon_ran_is_found_dead(patient: Daemon) -> None:
     """A node loses its daemon and an engine at once. The next one finds the engine dead, as the GPU does."""
     with workers(2) as (dies, lives):
         for one in (dies, lives):
-            one.connect(patient)
-            one.do("buffer = client.model('m').allocate('16MiB')")
+            one.connect(patient).do("buffer = client.model('m').allocate('16MiB')")
         until(lambda: patient.books().unaccounted_bytes == 0 and patient.books().lent_bytes == 32 * MIB)
         patient.kill()
         dies.kill()
@@ -58,10 +55,7 @@ def test_who_died_while_no_daemon_ran_is_found_dead(patient: Daemon) -> None:
 
 
 def test_a_segment_is_written_on_and_outlives_all(daemon: Daemon) -> None:
-    """A loader is half through a file when the daemon dies: it writes on, seals, and a waiting reader gets it.
-
-    Both end, and nobody holds the weights when the daemon dies once more.
-    """
+    """A loader is half through a file when the daemon dies; nobody holds the weights when it dies once more."""
     with workers(2) as (writer, reader):
         writer.connect(daemon)
         writer.do("segment = client.model('m').create_segment('weights', 8 * MIB); segment.write(0, b'first')")
@@ -80,45 +74,10 @@ def test_a_segment_is_written_on_and_outlives_all(daemon: Daemon) -> None:
     check_free(daemon)
 
 
-PUBLISH = "published = publish_arrays(model, 'current', {'w': numpy.full(3, %d, 'i4')}, replace=True)"
-
-
-def test_a_seal_is_asked_for_again_when_its_segment_is_deleted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str
-) -> None:
-    """Two publishers move one name. The daemon dies before it has answered the first one's seal, and the second one
-    publishes, which deletes what the first had sealed. The first one has published, too, and goes on.
-    """
-    monkeypatch.setenv(faulty_daemon.ARMED, str(tmp_path / "armed"))
-    with (
-        running(PATIENT, module="tests.support.faulty_daemon crash_when_sealed") as daemon,
-        workers(2) as (first, second),
-    ):
-        for one in (first, second):
-            one.connect(daemon, transport=transport)
-            one.do("import numpy; from membroker.checkpoint import publish_arrays; model = client.model('m')")
-        faulty_daemon.armed_path().touch()
-        first.begin(PUBLISH % 1)
-        daemon.process.wait(DEADLINE_SECONDS)
-        first.send(signal.SIGSTOP)
-        daemon.start_again()
-        second.do(PUBLISH % 2)
-        assert second.ask("[(one.name[-1], one.state) for one in client.segments()][0]") == ["1", "ending"]
-        first.send(signal.SIGCONT)
-        first.result()
-        assert first.ask("published.name") == "current.version-1"
-        assert first.ask("published.tensors()['w'].tolist()") == [1, 1, 1], "it has what it wrote"
-        assert first.ask("client.attach('m/current').tensors()['w'].tolist()") == [2, 2, 2]
-        first.do("client.delete_segment('m/current'); client.close()")
-        second.do("client.close()")
-        check_free(daemon)
-
-
 def test_what_keeper_and_daemon_have_both_lost_is_told(patient: Daemon) -> None:
     """Both die at once. A process that has mapped the segment reads on; no other can have it, and its name is free."""
     with worker() as one:
-        one.connect(patient)
-        one.do("model = client.model('m'); segment = model.create_segment('weights', 8 * MIB)")
+        one.connect(patient).do("model = client.model('m'); segment = model.create_segment('weights', 8 * MIB)")
         one.do("segment.write(0, b'weights'); segment.seal()")
         keeper = patient.keeper()
         patient.kill()
@@ -183,13 +142,9 @@ def fill(path: Path) -> None:
 
 @pytest.mark.parametrize("kill", [True, False], ids=["killed", "stopped"])
 def test_a_start_on_a_full_disk_goes_on_with_the_books(small_disk: Path, kill: bool) -> None:
-    """Something fills the runtime directory's disk at night, and the daemon is upgraded: twice, to be sure.
-
-    What is lent is known, and what is released meanwhile is recorded in the reserve of the file that was there.
-    """
+    """What is lent is known, and what is released meanwhile is recorded in the reserve of the file that was there."""
     with running({"runtime_directory": str(small_disk / "run")}) as daemon, worker() as one:
-        one.connect(daemon)
-        one.do("model = client.model('m'); held = [model.allocate(PAGE) for _ in range(8)]")
+        one.connect(daemon).do("model = client.model('m'); held = [model.allocate(PAGE) for _ in range(8)]")
         fill(small_disk / "filler")
         epochs = []
         for left in (7, 6):
@@ -227,37 +182,10 @@ def test_a_disk_that_becomes_read_only_stops_no_stop(small_disk: Path) -> None:
         check_free(daemon)
 
 
-def pidfds(pid: int) -> int:
-    return sum("[pidfd]" in link or link.startswith("pidfd:") for link in links(pid))
-
-
-def test_pidfds_of_sessions_that_nobody_knows_are_let_go(daemon: Daemon) -> None:
-    """The journal is lost, or the last fact was not written: neither daemon nor keeper keeps what nobody asks for."""
-    restart(daemon)
-    keeper = daemon.keeper()  # the former one had nothing to keep, and may have ended with its daemon
-
-    def opened() -> tuple[int, int]:
-        return daemon.descriptors(), len(os.listdir(f"/proc/{keeper}/fd"))
-
-    before = opened()
-    sessions = [Session(daemon.endpoint("red")) for _ in range(10)]
-    until(lambda: pidfds(keeper) == 10)
-    daemon.kill()
-    (daemon.root / "state" / "journal").unlink()
-    for session in sessions:
-        session.sock.close()
-        session.notices.close()
-    daemon.start_again()
-    assert not daemon.sessions()
-    # Not "as many": what a start needs for a moment may be among those before.
-    until(lambda: all(now <= then for now, then in zip(opened(), before, strict=True)))
-
-
 def test_a_tenant_that_is_removed_while_the_daemon_is_down(patient: Daemon) -> None:
     """Its worker keeps what it has. The log says why that stays charged, and the worker that the tenant is gone."""
     with worker() as one:
-        one.connect(patient, outage=1.0)
-        one.do("model = client.model('m'); kept = model.allocate('2MiB')")
+        one.connect(patient, outage=1.0).do("model = client.model('m'); kept = model.allocate('2MiB')")
         patient.kill()
         before, patient.config = patient.log(), {**patient.config, "tenants": {"blue": {}}}
         patient.start_again()
@@ -270,13 +198,9 @@ def test_a_tenant_that_is_removed_while_the_daemon_is_down(patient: Daemon) -> N
 
 
 def test_less_capacity_than_is_lent() -> None:
-    """An operator lowers the capacity and restarts: lent memory stays lent, and no more is lent until it is released.
-
-    The device is as large as the capacity needs, and shrinks with it: what is lent must have room there too.
-    """
+    """Lent memory stays lent, and no more is lent until it is released. The device shrinks with the capacity."""
     with running() as daemon, worker() as one:
-        one.connect(daemon)
-        one.do("model = client.model('m'); buffer = model.allocate('32MiB')")
+        one.connect(daemon).do("model = client.model('m'); buffer = model.allocate('32MiB')")
         daemon.kill()
         daemon.config["capacity"] = "16MiB"
         daemon.start_again()

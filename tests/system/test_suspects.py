@@ -26,10 +26,8 @@ def borrow(one: Worker, daemon: Daemon, tenant: str, size: int) -> None:
 
 
 def test_a_liar_is_named_and_shown_and_the_honest_are_not() -> None:
-    """Three engines map 64 MiB each: one after it gave them back by its word, one as charged, one as a segment.
-
-    The log names the first. Asked, the daemon shows all three, with what the books know of each; and when the
-    liar has let go it is seen no more.
+    """Three engines have 64 MiB mapped each: one has said that it released them, one is charged for them, and one holds
+    them as a segment.
     """
     with running({"audit_seconds": 0.05, "host_capacity": "16MiB"}) as daemon, workers(3) as (liar, honest, reader):
         at_start = descriptors_at_start(daemon)
@@ -37,8 +35,7 @@ def test_a_liar_is_named_and_shown_and_the_honest_are_not() -> None:
         borrow(honest, daemon, "blue", 64 * MIB)
         honest.do("weights = model.create_segment('weights', '64MiB'); weights.seal()")
         honest.do("host = model.allocate('8MiB', location='host')")
-        reader.connect(daemon, "blue")
-        reader.do("weights = client.attach('m/weights')")
+        reader.connect(daemon, "blue").do("weights = client.attach('m/weights')")
         assert [processes(daemon)[each.pid].excess_bytes for each in (liar, honest, reader)] == [0, 0, 0]
         assert daemon.suspects() == []
 
@@ -51,12 +48,13 @@ def test_a_liar_is_named_and_shown_and_the_honest_are_not() -> None:
         assert liar.ask("bytes(pool.view(0, 4)).decode()") == "mine"
         assert not {honest.pid, reader.pid} & {*daemon.suspects()}
         seen = processes(daemon)
-        books = {
-            pid: (one.used_bytes, one.charged_bytes, one.segment_bytes, one.excess_bytes) for pid, one in seen.items()
-        }
-        assert books[liar.pid] == (64 * MIB, 0, 0, 64 * MIB)
-        assert books[honest.pid] == (128 * MIB, 64 * MIB, 64 * MIB, 0)
-        assert books[reader.pid] == (64 * MIB, 0, 64 * MIB, 0)
+        for each, books in (
+            (liar, (64 * MIB, 0, 0, 64 * MIB)),
+            (honest, (128 * MIB, 64 * MIB, 64 * MIB, 0)),
+            (reader, (64 * MIB, 0, 64 * MIB, 0)),
+        ):
+            one = seen[each.pid]
+            assert (one.used_bytes, one.charged_bytes, one.segment_bytes, one.excess_bytes) == books
         assert list(seen[liar.pid].models) == ["tenants/red/models/m"]
         assert list(seen[liar.pid].sessions) == [one.name for one in daemon.sessions() if one.pid == liar.pid]
 

@@ -42,18 +42,13 @@ def debian() -> Path:
     return machine_or_skip()
 
 
-def configure(machine: Machine, room: int = FDSTORE_MAX) -> None:
-    """Write a configuration of two tenants, whose sockets are two users'."""
-    # As the annotated one has it: an older systemd does not say how many descriptors it keeps.
-    kept = {} if machine.version >= PRESERVES else {"systemd_descriptors": room}
-    machine.configure({**CONFIGURED, **kept, "tenants": TENANTS})
-
-
 @pytest.fixture
 def machine(debian: Path) -> Iterator[Machine]:
     """A machine whose daemon is enabled and runs."""
     with booted(debian) as one:
-        configure(one)
+        # As the annotated one has it: an older systemd does not say how many descriptors it keeps.
+        kept = {} if one.version >= PRESERVES else {"systemd_descriptors": FDSTORE_MAX}
+        one.configure({**CONFIGURED, **kept, "tenants": TENANTS})
         one.run("systemctl", "enable", "--quiet", "--now", UNIT)
         yield one
         one.run("systemctl", "stop", UNIT)
@@ -86,7 +81,6 @@ class Operator(Inside):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine, 0)
-        self.do("import contextlib, io, json; from membroker.cli.main import main")
         self.do(_COMMAND)
 
     def tell(self, *command: str) -> Any:
@@ -97,6 +91,8 @@ class Operator(Inside):
 
 
 _COMMAND = """
+import contextlib, io, json
+from membroker.cli.main import main
 def command(words):
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main([*words, "--json"]) == 0
@@ -115,19 +111,16 @@ class Scene:
         self.stack = stack
         self.operator = stack.enter_context(closing(Operator(machine)))
         self.writer = self.enter(ALICE).borrow("red")
-        self.reader = self.enter(ALICE).borrow("red", "grpc")
-        self.stranger = self.enter(BOB).borrow("blue")
-        self.workers = {"writer": self.writer, "reader": self.reader, "stranger": self.stranger}
+        reader, stranger = self.enter(ALICE).borrow("red", "grpc"), self.enter(BOB).borrow("blue")
+        self.workers = {"writer": self.writer, "reader": reader, "stranger": stranger}
         for name, size in (("weights", self.WEIGHTS), ("shelf", self.SHELF)):
-            self.writer.do(
-                f"{name} = model.create_segment('{name}', {size}); {name}.write(0, pattern('{name}', {size})); "
-                f"{name}.seal()"
-            )
+            self.writer.do(f"{name} = model.create_segment('{name}', {size})")
+            self.writer.do(f"{name}.write(0, pattern('{name}', {size})); {name}.seal()")
         self.writer.do("shelf.close()")
-        self.reader.do("weights = client.attach('m/weights')")
+        reader.do("weights = client.attach('m/weights')")
         for name, one in self.workers.items():
             one.do(f"kept = [model.allocate(PAGE) for _ in range({self.HELD[name] // PAGE})]")
-            sealed = "" if one is self.stranger else f"weights: pattern('weights', {self.WEIGHTS})"
+            sealed = "" if one is stranger else f"weights: pattern('weights', {self.WEIGHTS})"
             one.do(f"computing = Computing(kept, {{{sealed}}})")
 
     def enter(self, user: int) -> Inside:
@@ -171,7 +164,7 @@ class Scene:
         """The books, as an operator reads them, are what the workers hold, and the device shows no byte more."""
         tell = self.operator.tell
         lent = {name: one.ask("sum(buffer.size for buffer in kept)") for name, one in self.workers.items()}
-        assert lent == {name: self.HELD[name] for name in self.workers}
+        assert lent == self.HELD
         segments = self.WEIGHTS + self.SHELF
         until(lambda: self.operator.device()["device_used_bytes"] == sum(lent.values()) + segments + ANCHOR_BYTES)
         until(lambda: self.operator.device()["unaccounted_bytes"] == 0)
@@ -180,10 +173,9 @@ class Scene:
         assert tell("status")["detached_sessions"] == 0
         held = {row["name"].rpartition("/")[2]: (row["state"], row["sessions"]) for row in tell("segments")}
         assert held == {"weights": ("sealed", 2), "shelf": ("sealed", 0)}
-        red = sum(size for name, size in lent.items() if name != "stranger") + segments
         used = {row["name"]: row["books"]["device"]["used_bytes"] for row in tell("models")}
-        assert used["tenants/red/models/m"] == red
-        assert used["tenants/blue/models/m"] == lent.get("stranger", 0)
+        assert used["tenants/red/models/m"] == lent["writer"] + lent["reader"] + segments
+        assert used["tenants/blue/models/m"] == lent["stranger"]
 
     def give_back(self) -> None:
         """Everything that was borrowed can be released, and then no process keeps any of it."""
@@ -267,10 +259,8 @@ def test_workers_notice_nothing_but_a_call_that_took_longer(
             until(lambda: machine.daemon() not in (0, before))  # noqa: B023 - it is over when the round is
             scene.until_calls_succeed()
             scene.end_calls()
-            state(
-                f"systemd {machine.version}, longest call over {end.__name__}",
-                f"{scene.longest_calls()} (before: {otherwise})",
-            )
+            what = f"systemd {machine.version}, longest call over {end.__name__}"
+            state(what, f"{scene.longest_calls()} (before: {otherwise})")
             scene.attach_what_nobody_holds()
             scene.check_books()
         scene.give_back()
@@ -279,31 +269,8 @@ def test_workers_notice_nothing_but_a_call_that_took_longer(
     until(lambda: kept_by_systemd(machine) == idle)
 
 
-def test_a_worker_that_dies_while_there_is_no_daemon_is_settled_by_the_next(machine: Machine) -> None:
-    """systemd kept its process, once for each of its sessions: the next daemon knows, and what is others' stays so."""
-    if machine.version < PRESERVES:
-        pytest.skip(f"systemd {machine.version} keeps no descriptors of a service that is stopped; {PRESERVES} does")
-    with ExitStack() as stack:
-        scene = Scene(machine, stack)
-        scene.stranger.do("again = membroker.connect(client.endpoint); more = again.model('m').allocate(PAGE)")
-        machine.run("systemctl", "stop", UNIT)
-        scene.workers.pop("stranger").kill()
-        machine.run("systemctl", "start", UNIT)
-        until(lambda: scene.operator.tell("status")["sessions"] == len(scene.workers))
-        until(lambda: scene.operator.device()["releasing_bytes"] == 0)
-        scene.call()
-        scene.end_calls()
-        scene.attach_what_nobody_holds()
-        scene.check_books()
-        scene.give_back()
-
-
 def test_systemctl_reload_changes_limits_of_the_running_daemon(machine: Machine) -> None:
-    """By the unit's ExecReload: the same process goes on, with the new file, or with the old one if that is wrong.
-
-    A limit by command outlives the daemon: it is in the unit's state directory, the only place on disk to which the
-    unit lets it write.
-    """
+    """The same process goes on. A limit by command outlives it, in the only place to which the unit lets it write."""
     with closing(Operator(machine)) as operator, closing(Inside(machine, ALICE)) as worker:
         operator.tell("quota", "set", "red/m", "--limit", "64MiB")
         machine.run("systemctl", "stop", UNIT)
@@ -347,37 +314,3 @@ def test_the_unit_of_another_user(machine: Machine, kind: str) -> None:
         assert "tenants/new" in [row["name"] for row in operator.tell("tenants")]
         worker.do("client.close()")
     assert machine.run("stat", "-c", "%U", f"/proc/{machine.daemon()}").strip() != "root"
-
-
-def test_a_segment_for_which_systemd_has_no_room_is_refused(machine: Machine) -> None:
-    """systemd would drop it without a word. The daemon counts; what is there is kept, and a new worker may borrow."""
-    room = kept_by_systemd(machine) + 2
-    configure(machine, room)
-    machine.override(f"FileDescriptorStoreMax={room}")
-    restart(machine)
-    with closing(Inside(machine, ALICE)) as writer, closing(Inside(machine, BOB)) as comer:
-        writer.borrow("red")
-        writer.do("kept = model.create_segment('kept', PAGE); kept.write(0, b'kept'); kept.seal(); kept.close()")
-        refused = writer.refused("model.create_segment('refused', PAGE)")
-        assert refused.error == "DescriptorLimit"
-        assert f"keeps at most {room}: raise FileDescriptorStoreMax=" in refused.message
-        comer.borrow("blue").do("mine = model.allocate(PAGE); mine.view()[:4] = b'mine'")
-        before = machine.daemon()
-        kill(machine)
-        until(lambda: machine.daemon() not in (0, before))
-        assert writer.ask("client.attach('m/kept').read(0, 4).decode()") == "kept"
-        assert comer.ask("bytes(mine.view()[:4]).decode()") == "mine"
-        comer.do("mine.close(); model.allocate(PAGE).close()")
-        writer.do("client.delete_segment('m/kept')")
-        until(lambda: kept_by_systemd(machine) < room)
-        writer.do("model.create_segment('refused', PAGE)")
-
-
-def test_a_unit_that_keeps_no_descriptors_is_told_of(machine: Machine) -> None:
-    """A keeper would be of the same unit, and systemd ends a unit's processes together: the log says what to set."""
-    warning = "does not say that it keeps descriptors"
-    assert warning not in machine.log()
-    configure(machine, 0)
-    machine.override("FileDescriptorStoreMax=0")
-    restart(machine)
-    until(lambda: warning in machine.log("--priority=warning"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -19,12 +18,6 @@ from membroker.v1 import admin_pb2 as pb
 from membrokerd.system.failpoints import TENANT_POINTS
 
 NAME = "tenants/pod-7f9c"
-
-
-@pytest.fixture
-def daemon() -> Iterator[Daemon]:
-    with running() as one:
-        yield one
 
 
 def ask(daemon: Daemon, method: str, request: Any) -> Any:
@@ -64,9 +57,8 @@ def test_a_pod_gets_a_tenant_and_loses_it(daemon: Daemon) -> None:
     assert (made.books[0].guarantee_bytes, made.books[0].limit_bytes) == (64 * MIB, 128 * MIB)
     assert daemon.figure("membroker_tenant_guarantee_bytes", tenant="pod-7f9c", location="device") == 64 * MIB
     assert (daemon.endpoint("pod-7f9c") / "handoff.sock").stat().st_mode & 0o777 == 0o600
-    with worker() as one, worker() as lender:
+    with worker() as one:
         enter(one, daemon)
-        lender.connect(daemon)
         one.do("notices = []; client.on_notice(notices.append)")
         one.do("pool = model.pool(page_size='2MiB'); pool.allocate(0, '8MiB'); pool.free(0, '8MiB')")
         one.do("segment = model.create_segment('weights', PAGE); segment.write(0, b'w'); segment.seal()")
@@ -77,14 +69,15 @@ def test_a_pod_gets_a_tenant_and_loses_it(daemon: Daemon) -> None:
         assert one.refused("model.allocate(PAGE)").reason == "TENANT_LIMIT"
         assert raw.reason(create(daemon)) == "TENANT_DELETED"
         until(lambda: one.ask("[type(one).__name__ for one in notices]") == ["Draining"])
-        assert lender.ask("client.model('m').available().now_bytes") >= 256 * MIB - 42 * MIB
+        with membroker.connect(daemon.endpoint()) as other:
+            assert other.model("m").available().now_bytes >= 256 * MIB - 42 * MIB
         one.do("pool.close(); kept.close()")
         assert not is_gone(daemon)
         one.do("segment.close()")
         until(lambda: is_gone(daemon))
     assert "[" not in kept_file(daemon)
     lines = until(lambda: [line for line in daemon.log().splitlines() if "method=DeleteTenant" in line])
-    assert f"result=OK by_uid={os.geteuid()} by_pid=" in lines[0]
+    assert f"result=OK by_uid={os.geteuid()} by_pid={os.getpid()}" in lines[0]
     assert create(daemon).name == NAME, "the name is free again"
 
 
@@ -110,10 +103,7 @@ def test_it_outlives_the_daemon(daemon: Daemon) -> None:
 
 
 def test_beside_the_configuration(daemon: Daemon) -> None:
-    """A tenant of the file is changed in the file. One by command that is added to the file is the file's from then on.
-
-    A reload of a file that does not name the others leaves them.
-    """
+    """A tenant by command that is added to the file is the file's from then on. A reload leaves the others."""
     assert raw.reason(delete(daemon, "tenants/red")) == "TENANT_CONFIGURED"
     create(daemon, limit_bytes=64 * MIB)
     create(daemon, "tenants/other")
@@ -131,20 +121,6 @@ def test_beside_the_configuration(daemon: Daemon) -> None:
     reload(daemon, tenants={"red": {}, "blue": {}})
     until(lambda: not list(daemon.endpoint("pod-7f9c").glob("*")))
     assert (daemon.endpoint("other") / "handoff.sock").exists()
-
-
-def test_no_tenants_in_the_file() -> None:
-    """Each user is a tenant at `default`, and a platform makes others beside it, from the first one on."""
-    with running({"tenants": None}) as daemon:
-        create(daemon)
-        for _ in range(2):
-            for name in ("default", "pod-7f9c"):
-                membroker.connect(daemon.endpoint(name)).close()
-            daemon.kill()
-            daemon.start_again()
-        delete(daemon)
-        until(lambda: is_gone(daemon))
-        membroker.connect(daemon.endpoint("default")).close()
 
 
 @pytest.mark.deep

@@ -15,10 +15,7 @@ from tests.support.daemons import Daemon, hold_still, running, until
 from tests.support.honest_worker import COUNTED, Honest, State, check_turns, honest
 from tests.support.workers import PAGE, Worker, descriptors_at_rest, worker, workers
 
-from membroker.v1 import admin_pb2 as apb
-from membroker.v1 import broker_pb2 as bpb
 from membroker.wire.sessions import sessions_for
-from membrokerd.core.snapshot import MOST_MODELS
 from membrokerd.edge.handoff.listener import HELLO_SECONDS
 
 pytestmark = pytest.mark.deep
@@ -70,8 +67,6 @@ def flood(daemon: Daemon) -> Iterator[Worker]:
         process.do(BEGIN.format(endpoint=str(daemon.endpoint("red"))))
         yield process
 
-
-# --- Holds: what each may say is in test_holds.py ---
 
 _ENDLESS = """
 sessions = [Session(endpoint) for _ in range(16)]
@@ -234,25 +229,6 @@ answer = None
     flood.kill()
 
 
-def test_what_an_operator_asks_of_2560_models(state: State) -> None:
-    """A scrape, a list, and the processes that the driver sees, while two processes have 256 models of five tenants."""
-    tenants = [f"t{number}" for number in range(10)]
-    with running({"tenants": {tenant: {} for tenant in tenants}}, module=COUNTED) as daemon, workers(2) as processes:
-        for process, names in zip(processes, (tenants[:5], tenants[5:]), strict=True):
-            process.do(BEGIN.format(endpoint=""))
-            process.do(f"sessions = [Session(Path(at)) for at in {[str(daemon.endpoint(name)) for name in names]}]")
-            process.do("names = [one.register(f'm{model}') for one in sessions for model in range(256)]")
-            process.do("_, _, (extent,) = sessions[-1].take(allocate=allocation(names[-1], PAGE))")
-            process.do("import mmap\nmapped = mmap.mmap(extent, PAGE)")
-        assert daemon.metrics().count("membroker_model_sessions{") == 2_560
-        with daemon.admin_stub() as stub:
-            assert len(stub.ListModels(bpb.ListModelsRequest(page_size=1_000)).models) == 1_000
-            listed = stub.ListProcesses(apb.ListProcessesRequest()).processes
-        known = {row.pid: (len(row.sessions), len(row.models)) for row in listed}
-        assert [known[process.pid] for process in processes] == [(5, MOST_MODELS)] * 2
-        check_turns(daemon, state, "2,560 models are listed")
-
-
 PROCESSES = min(16, MAX_SESSIONS // 2 // SESSIONS)
 """A tenant of two has half of the sessions."""
 
@@ -269,9 +245,6 @@ def test_256_sessions_die_at_once(daemon: Daemon, beside: Honest, state: State) 
             for each in dying:
                 each.kill()
         beside.beside(state, f"{PROCESSES * SESSIONS} sessions that die at once", lambda: len(daemon.sessions()) == 1)
-
-
-# --- A broker that stood still ---
 
 
 def test_hellos_that_came_while_the_broker_was_stopped(daemon: Daemon, beside: Honest, flood: Worker) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 from tests.support import raw
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, running, until
 from tests.support.raw import reason
 from tests.system import who_may
 from tests.system.who_may import BOTH, GROUPS, KINDS, MARK, PAGE, ROWS, WHO, Party, needs_root, obey
@@ -110,51 +110,45 @@ class Scene:
     @contextmanager
     def s(self) -> Iterator[tuple[raw.Session, SimpleNamespace, tuple[int, int]]]:
         """Yield S, what it has, and a descriptor each of its extent and of its sealed segment."""
-        session = raw.Session(self.daemon.endpoint("red"))
-        try:
+        daemon = self.daemon
+        with raw.Session(daemon.endpoint("red")) as session, ExitStack() as descriptors:
             model, idle = session.register("chat"), session.register("idle")
             _, (extent,), (lent,) = session.take(allocate=raw.allocation(model, PAGE))
+            descriptors.callback(os.close, lent)
             sealed, _, (kept,) = session.take(create_segment=raw.segment_of(model, "weights", PAGE))
+            descriptors.callback(os.close, kept)
             for descriptor in (lent, kept):
                 with mmap.mmap(descriptor, PAGE) as memory:
                     memory[: len(MARK)] = MARK
             session.call(seal_segment=bpb.SealSegmentRequest(generation=sealed.generation))
             draft = session.call(create_segment=raw.segment_of(model, "draft", PAGE))
-            target = self._target(session, model, idle)
-            target.extent, target.label = extent, "weights"
-            target.sealed, target.sealed_generation = sealed.name, sealed.generation
-            target.draft, target.draft_generation = draft.name, draft.generation
             self.tokens.add(session.token)
-            try:
-                yield session, target, (lent, kept)
-            finally:
-                handoff.close_all((lent, kept))
-        finally:
-            session.close()
-
-    def _target(self, session: raw.Session, model: str, idle: str) -> SimpleNamespace:
-        daemon = self.daemon
-        return SimpleNamespace(
-            tenant=session.welcome.tenant,
-            session=session.welcome.session,
-            token=session.token,
-            model=model,
-            model_id=model.rpartition("/")[2],
-            idle=idle,
-            endpoint=str(daemon.endpoint("red")),
-            listed=str(daemon.endpoint("listed")),
-            admin=str(daemon.admin),
-            state=str(daemon.root / "state"),
-            pid=daemon.process.pid,
-            metrics_url=daemon.device().metrics_url,
-        )
+            target = SimpleNamespace(
+                tenant=session.welcome.tenant,
+                session=session.welcome.session,
+                token=session.token,
+                model=model,
+                model_id="chat",
+                idle=idle,
+                extent=extent,
+                label="weights",
+                sealed=sealed.name,
+                sealed_generation=sealed.generation,
+                draft=draft.name,
+                draft_generation=draft.generation,
+                endpoint=str(daemon.endpoint("red")),
+                listed=str(daemon.endpoint("listed")),
+                admin=str(daemon.admin),
+                state=str(daemon.root / "state"),
+                pid=daemon.process.pid,
+                metrics_url=daemon.device().metrics_url,
+            )
+            yield session, target, (lent, kept)
 
     def books(self) -> Any:
         """Return all that the admin sees, but for what a refusal may change: its count, and what the device shows."""
+        device, models, sessions = self.daemon.device(), self.daemon.models(), self.daemon.sessions()
         with self.daemon.admin_stub() as stub:
-            device = stub.GetDevice(bpb.GetDeviceRequest())
-            models = list(stub.ListModels(bpb.ListModelsRequest(page_size=1000)).models)
-            sessions = list(stub.ListSessions(bpb.ListSessionsRequest(page_size=1000)).sessions)
             segments = list(stub.ListSegments(bpb.ListSegmentsRequest(page_size=1000)).segments)
             quotas = stub.ListQuotas(apb.ListQuotasRequest())
         for model in models:
@@ -172,8 +166,7 @@ class Scene:
                     stub.DeleteSegment(bpb.DeleteSegmentRequest(name=segment.name))
             for quota in stub.ListQuotas(apb.ListQuotasRequest()).quotas:
                 stub.SetQuota(apb.SetQuotaRequest(name=quota.name, location=quota.location))
-            asked = bpb.ListSegmentsRequest()
-            until(lambda: not stub.ListSegments(asked).segments and not self.daemon.sessions())
+            until(lambda: not stub.ListSegments(bpb.ListSegmentsRequest()).segments and not self.daemon.sessions())
 
     def said(self) -> dict[str, str]:
         """Return every text that the daemon lets anybody see, by what it is."""
@@ -381,19 +374,11 @@ def test_whose_the_paths_are(owned: Scene) -> None:
     assert {path.stat().st_uid for path in daemon.root.rglob("*") if path.is_dir()} == {0}
 
 
-@pytest.fixture
-def faulty() -> Iterator[Daemon]:
-    """A daemon with faults, at the level debug. It is killed: it may not be well."""
-    with running(module="tests.support.faulty_daemon raise_at_tokens") as daemon:
-        try:
-            yield daemon
-        finally:
-            daemon.kill()
-
-
-def test_a_fault_tells_no_token(faulty: Daemon) -> None:
+def test_a_fault_tells_no_token(stack: ExitStack) -> None:
     """The traceback in the log, and the caller's INTERNAL, have where and what, and no secret that was at hand."""
-    red, blue = (raw.Session(faulty.endpoint(tenant)) for tenant in ("red", "blue"))
+    faulty = stack.enter_context(running(module="tests.support.faulty_daemon raise_at_tokens"))
+    stack.callback(faulty.kill)  # it may not be well
+    red, blue = (stack.enter_context(raw.Session(faulty.endpoint(tenant))) for tenant in ("red", "blue"))
     answers = [
         raw.grpc_call(red.endpoint, red.token, "ListModels", bpb.ListModelsRequest()),
         raw.grpc_call(red.endpoint, red.token, "DeclareMemory", bpb.DeclareMemoryRequest(model="x")),
@@ -409,8 +394,6 @@ def test_a_fault_tells_no_token(faulty: Daemon) -> None:
     assert "find_or_fault" in log, "a token was at hand where the fault was"
     for token in (red.token, blue.token):
         assert not any(token in text for text in (log, faulty.metrics(), *map(str, answers)))
-    for session in (red, blue):
-        session.close()
 
 
 def test_no_token_is_said_anywhere(plain: Scene) -> None:
