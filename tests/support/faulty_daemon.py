@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from membroker.wire import sessions
 from membrokerd import daemon
 from membrokerd.cli import main
 from membrokerd.config import descriptor_limits
-from membrokerd.core import facts as ft
 from membrokerd.edge import dispatch, listings
 from membrokerd.edge.handoff import connection, listener
 from membrokerd.restart import descriptor_store, process_watch
@@ -82,21 +81,6 @@ def crash() -> None:
     _at_failpoints(reach)
     # Small enough for a test to fill.
     daemon.Journal = partial(Journal, compact_bytes=1_024)  # type: ignore[assignment, misc]
-
-
-def crash_when_sealed() -> None:
-    """It is killed when its journal has that a segment is sealed, before anybody is answered: where a file is, once."""
-    append = Journal.append
-
-    def append_or_end(self: Journal, facts: Sequence[ft.Fact]) -> bool:
-        is_written = append(self, facts)
-        if any(isinstance(fact, ft.SegmentMoved) and fact.cause == "sealed" for fact in facts):
-            with suppress(FileNotFoundError):
-                armed_path().unlink()
-                os.kill(os.getpid(), signal.SIGKILL)
-        return is_written
-
-    Journal.append = append_or_end  # type: ignore[method-assign]
 
 
 def hang() -> None:

@@ -11,8 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from membroker.vmm import Location
@@ -142,11 +141,3 @@ def run(*command: str, status: int = 0, seconds: float = 60, **environment: str)
     assert done.returncode == status, f"status {done.returncode}: {done.stderr}"
     assert "Traceback" not in done.stderr, done.stderr
     return done
-
-
-def nvidia_descriptors(pid: int) -> list[str]:
-    links = []
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
-            links.append(os.readlink(link))
-    return [link for link in links if link.startswith("/dev/nvidia")]

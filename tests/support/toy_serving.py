@@ -47,7 +47,7 @@ class Urgent:
     def __init__(self, cache: ElasticCache, size: int) -> None:
         self.model, self.deadline = object(), time.monotonic() + DEADLINE_SECONDS
         self._groups, self._least = cache._groups, cache._groups.charged_bytes
-        self._left, self.is_answered = self._least - size, False
+        self._left = self._least - size
         assert cache.answer(self) is DEFERRED  # type: ignore[arg-type]
 
     @property
@@ -55,8 +55,7 @@ class Urgent:
         self._least = min(self._least, self._groups.charged_bytes)  # what comes later does not count
         return max(0, self._least - self._left)
 
-    def done(self) -> None:
-        self.is_answered = True
+    def done(self) -> None: ...
 
 
 class Recalled(Lender):

@@ -21,24 +21,8 @@ UUID = "GPU-12345678-0000-0000-0000-000000000000"
 
 
 def model(tenant: str, name: str, used: int, limit: int | None = None, segments: int = 0, **denials: int) -> ModelView:
-    at_device = ModelLocationView(
-        "device",
-        used,
-        used + MIB,
-        0,
-        5,
-        segments,
-        used // (2 * MIB),
-        limit,
-        None,
-        MIB,
-        1,
-        6 * MIB,
-        2,
-        3 * MIB,
-        2 * MIB,
-        MIB,
-    )
+    lent = (used, used + MIB, 0, 5, segments, used // (2 * MIB))
+    at_device = ModelLocationView("device", *lent, limit, None, MIB, 1, 6 * MIB, 2, 3 * MIB, 2 * MIB, MIB)
     at_host = ModelLocationView("host", 0, 0, 0, 0, 0, 0, None, None, 0, 1, 0, 0, 0, 0, 0)
     return ModelView(ModelName(tenant, name), 64 << 30, (at_device, at_host), 1, 7, 3, denials)
 

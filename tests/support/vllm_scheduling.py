@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -64,9 +64,7 @@ class Scheduling:
         blocks: int = 0,
         model: Model | None = None,
         caches_prefixes: bool = False,
-        watermark: float = 0.0,
         swap_space: int | None = None,
-        policy: Literal["fcfs", "priority"] = "fcfs",
         window: int = 0,
     ):
         (directory / "config.json").write_text(json.dumps(CONFIG))
@@ -98,8 +96,6 @@ class Scheduling:
             max_num_batched_tokens=8192,
             block_size=BLOCK_TOKENS,
             enable_prefix_caching=caches_prefixes,
-            watermark=watermark,
-            scheduling_policy=policy,
             kv_cache_memory_bytes=1 << 30,
             dtype="float32",
             **over,
@@ -172,9 +168,9 @@ class Scheduling:
         for number in range(requests):
             self.ask(str(number), [1] * prompt, answer)
 
-    def ask(self, name: str, prompt: list[int], answer: int, priority: int = 0) -> None:
+    def ask(self, name: str, prompt: list[int], answer: int) -> None:
         options = SamplingParams(max_tokens=answer, ignore_eos=True, detokenize=False)
-        self.scheduler.add_request(Request(name, prompt, options, None, block_hasher=self._hasher, priority=priority))
+        self.scheduler.add_request(Request(name, prompt, options, None, block_hasher=self._hasher))
 
     def step(self) -> bool:
         """Schedule a step, and end the oldest that is under way; return whether there is anything left to do."""
