@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import pytest
 from tests.support.fake_lender import PAGE
 
-from membroker.errors import ClosedError
 from membroker.memory.buffer import Buffer
-from membroker.memory.lifetime import MappedMemory
 from membroker.memory.local_source import LocalSource
 from membroker.memory.region import Region
 from membroker.vmm.driver import DriverError, Handle, Location
@@ -53,23 +48,6 @@ def test_memory_that_has_no_spare_pages_is_asked_for_some(driver: HostDriver) ->
     buffer._holding.give_spare(PAGE, lambda extent: True)
     assert source.physical_usage_bytes == PAGE
     buffer.close()
-
-
-@pytest.mark.parametrize("take", [MappedMemory.view, MappedMemory.span])
-def test_memory_that_ends_while_a_view_is_made_has_none(driver: HostDriver, take: Callable[..., object]) -> None:
-    """Another thread closes it after the first look. The second look has the lock."""
-    memory = MappedMemory(LocalSource(driver), driver, PAGE, "buffer")
-    lock = memory._lock
-
-    @contextmanager
-    def closed_before() -> Iterator[None]:
-        memory._lock = lock
-        memory.end()
-        yield
-
-    memory._lock = closed_before()
-    with pytest.raises(ClosedError):
-        take(memory, memory, 0, PAGE)
 
 
 def test_extents_side_by_side(driver: HostDriver) -> None:
