@@ -341,11 +341,11 @@ def write_sealed(me: Party, target: Any) -> Any:
     """
     descriptor, libc = target.sealed_descriptor, ctypes.CDLL(None, use_errno=True)
 
-    def punch() -> None:
+    def punch_a_hole() -> None:
         if libc.fallocate(descriptor, 3, ctypes.c_long(0), ctypes.c_long(PAGE)):
             raise OSError(ctypes.get_errno(), "fallocate")
 
-    def anew() -> None:
+    def write_by_another_descriptor() -> None:
         again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
         try:
             os.pwrite(again, b"mine", 0)
@@ -355,9 +355,9 @@ def write_sealed(me: Party, target: Any) -> Any:
     tries: list[Callable[[], Any]] = [lambda: mmap.mmap(descriptor, PAGE), lambda: os.pwrite(descriptor, b"mine", 0)]
     tries += [lambda size=size: os.ftruncate(descriptor, size) for size in (0, 2 * PAGE)]
     tries.append(lambda: fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE))
-    one = alike(*tries, punch, anew)
+    refusal = alike(*tries, punch_a_hole, write_by_another_descriptor)
     libc.mmap.restype = ctypes.c_void_p
     address = ctypes.c_void_p(libc.mmap(None, ctypes.c_size_t(PAGE), mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0))
     assert libc.mprotect(address, ctypes.c_size_t(PAGE), mmap.PROT_READ | mmap.PROT_WRITE) == -1
     assert libc.munmap(address, ctypes.c_size_t(PAGE)) == 0
-    return one
+    return refusal
