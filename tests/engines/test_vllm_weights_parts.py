@@ -264,14 +264,14 @@ def test_a_branch_that_has_moved_is_another_model(
 
 
 def test_an_engine_takes_no_memory_for_weights_while_another_one_loads(
-    daemon: Daemon, start: Callable[..., Any]
+    daemon: Daemon, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Three start at once: only one builds a model with memory, and the others wait before they build theirs."""
-    built: list[int] = []
+    loaded: list[bool] = []
     may_load = threading.Event()
 
     def build() -> Any:
-        built.append(1)
+        loaded.append(may_load.is_set())
         return Small()
 
     def load(model: Any) -> None:
@@ -280,14 +280,15 @@ def test_an_engine_takes_no_memory_for_weights_while_another_one_loads(
 
     files, models = Files(load), []
     threads = [threading.Thread(target=lambda: models.append(start(build, files))) for _ in range(3)]
-    for one in threads:
-        one.start()
-    until(lambda: len(daemon.sessions()) == 3 and segments(daemon) == [("writing", 1)])
-    assert len(built) == 1
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level("INFO", "vllm"):
+        for one in threads:
+            one.start()
+        until(lambda: loaded and caplog.text.count("for the engine that loads") == 2)
     may_load.set()
     for one in threads:
         one.join(DEADLINE_SECONDS)
-    assert (files.loads, len(built), len(models)) == (1, 4, 3), "the first builds one to load into, and one to keep"
+    assert (files.loads, loaded, len(models)) == (1, [False, True, True, True], 3), "one more than is kept"
     assert segments(daemon) == [("sealed", 3)]
     assert all(torch.equal(models[0].wide, one.wide) for one in models)
 
