@@ -1,4 +1,4 @@
-"""Real vLLM engines on a GPU with one copy of the weights: of bfloat16, FP8 and GPTQ, and beside adapters.
+"""Real vLLM engines on a GPU with one copy of the weights: of bfloat16, FP8, GPTQ and AWQ, and beside adapters.
 
 Nothing else may use the GPU meanwhile. PYTHONPATH must have vLLM.
 """
@@ -17,7 +17,7 @@ from tests.support.daemons import Daemon, until
 from tests.support.engine_batches import compare
 from tests.support.gpu import at_rest, on_gpu, used
 from tests.support.sizes import GIB
-from tests.support.vllm_checkpoints import RANK, write_adapter, write_fp8, write_gptq
+from tests.support.vllm_checkpoints import RANK, write_adapter, write_awq, write_fp8, write_gptq
 from tests.support.vllm_engine import BUILDS, GPU_CONFIG, Engine, write_model, write_plugins
 from tests.support.vllm_engine import sockets_of_vllm as sockets_of_vllm
 
@@ -107,12 +107,20 @@ def test_engines_compute_with_one_copy_of_the_weights(
             compare("weights", answer, expected, plain, PROMPTS[0])
 
 
-@pytest.mark.parametrize("write", [write_fp8, write_gptq])
+@pytest.mark.parametrize(
+    ("write", "kernel"),
+    [(write_fp8, ""), (write_gptq, "Machete"), (write_gptq, "Marlin"), (write_awq, "Marlin")],
+)
 def test_quantized_weights_are_shared(
-    write: Callable[..., Path], gpu: CudaDriver, tmp_path: Path, environment: dict[str, str]
+    write: Callable[..., Path], kernel: str, gpu: CudaDriver, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    """FP8 and GPTQ, as the kernels of a Hopper GPU take them. Each engine's cache is elastic."""
-    model = write(tmp_path / "model", GPU_CONFIG, **({"group": 128} if write is write_gptq else {}))
+    """FP8, GPTQ and AWQ, as the kernels of a Hopper GPU take them. Each engine's cache is elastic.
+
+    vLLM takes Marlin for GPTQ only where it has no Machete, which it has for Hopper GPUs alone.
+    """
+    model = write(tmp_path / "model", GPU_CONFIG, **({"group": 128} if kernel else {}))
+    if kernel == "Marlin":
+        environment = {**environment, "VLLM_DISABLED_KERNELS": "MacheteLinearKernel"}
     with (
         on_gpu(gpu, {"capacity": 8 * GIB}) as daemon,
         Engine(BUILDS["gpu"], model, environment=environment, **EAGER) as plain,
@@ -123,6 +131,7 @@ def test_quantized_weights_are_shared(
         assert len({tuple(answer) for answer in expected}) == len(expected), "the answers are all alike"
         for engine in (one, two):
             compare("quantized", engine.ready().generate(*FEW), expected, plain, FEW[0])
+            assert f"Using {kernel}LinearKernel" in engine.log() or not kernel
         assert published_once(one, two)
 
 
