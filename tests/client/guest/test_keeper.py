@@ -476,5 +476,7 @@ def test_a_broker_that_is_away_as_it_falls_asleep_hears_later_that_the_memory_is
     with pytest.raises(BrokerUnavailable):
         bench.guest.look()
     assert (bench.states(), recall.answers) == (["suspended"], 0)
+    assert bench.guest.status().state == "falling_asleep"
     bench.guest.look()
     assert (bench.model.declared, recall.answers) == (0, 1)
+    assert bench.guest.status().state == "asleep"
