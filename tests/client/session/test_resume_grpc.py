@@ -16,7 +16,14 @@ from tests.support.processes import mapped_extents
 
 import membroker
 from membroker import Client
+from membroker.session import outages
 from membroker.v1 import broker_pb2, resources_pb2
+
+
+@pytest.fixture(autouse=True)
+def no_end_is_noticed_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call by gRPC fails, and only a second later it would not wait for the end of the handoff connection."""
+    monkeypatch.setattr(outages, "NOTICING_SECONDS", DEADLINE_SECONDS)
 
 
 class TestControlCalls:
