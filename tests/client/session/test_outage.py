@@ -211,7 +211,7 @@ class TestClose:
         broker.die()
         until(lambda: is_away(client))
         caller = Caller(client.close)
-        until(lambda: mapped_extents() == 0)
+        until(lambda: mapped_extents() == len(line(client).inventory.held().extents) == 0)  # unmapped, then forgotten
         broker.listen()
         assert not broker.resume().extent_ids
         take_leave(broker)
