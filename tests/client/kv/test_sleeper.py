@@ -52,7 +52,7 @@ class Scene:
         before = self.engine.finished
         self.cache.wake()
         self.sleeper.wake()
-        self.engine.add(Request(blocks))
+        self.engine.add(Request(blocks, prefix=1))
         steps(self.cache, self.engine, lambda: self.engine.finished > before)
         self.until_awake()
         self.cache.rest()
@@ -172,6 +172,7 @@ class Clock:
 def test_an_idle_engine_sleeps_by_itself_and_says_so(lender: Slept, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not before its time, not when it is only asked how far it is, and not after a request has come meanwhile."""
     clock = Clock(monkeypatch)
+    monkeypatch.setattr(sleeper, "BEGIN_SECONDS", DEADLINE_SECONDS)  # once asked is enough, however late it begins
     with scene(lender, caches=True) as one:
         assert one.broker_asks(0.001) == SleepStatus("awake"), "it has not begun to rest: no idle time is told"
         one.serve()
