@@ -235,7 +235,8 @@ def test_a_call_waits_for_pages_that_are_on_their_way(
     """The user cannot know that the library borrows them; if it is refused, the call borrows for itself."""
 
     def refuse() -> None:
-        lender.capacity = 0 if threading.current_thread().name == "membroker-ahead" else 1 << 40
+        if threading.current_thread().name == "membroker-ahead":
+            raise OutOfMemory("not ahead")
 
     if not lends:
         lender.before_borrow = refuse
