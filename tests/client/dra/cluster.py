@@ -79,7 +79,8 @@ class ApiServer:
         method, path = handler.command, handler.path
         body = json.loads(handler.rfile.read(int(handler.headers.get("Content-Length") or 0)) or "null")
         self.calls.append((method, path))
-        self.goes_on.wait(DEADLINE_SECONDS)
+        if "/resourceclaims/" in path:  # and not the slice, which the agent publishes beside its other calls
+            self.goes_on.wait(DEADLINE_SECONDS)
         status, text = self.raw.get(path) or self._found(method, path, body)
         if handler.headers["Authorization"] != f"Bearer {TOKEN}":
             status, text = 401, b'{"message": "Unauthorized"}'
