@@ -11,6 +11,7 @@ from contextlib import suppress
 from itertools import pairwise
 
 import pytest
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.driver_errors import named
 from tests.support.fake_lender import PAGE, Lender, put, text
 from tests.support.processes import descriptors
@@ -207,9 +208,11 @@ class TestThreads:
 
         def own(number: int) -> None:
             choose = random.Random(seed + number)
-            marks = iter(range(number * 10_000, (number + 1) * 10_000))
+            marks = iter(range(number * 1_000_000, (number + 1) * 1_000_000))
             mine: list[int] = []
-            for _ in range(150):
+            steps = 0
+            while steps < 150 or not (moved[0] or done.is_set()):  # those that compact may begin late
+                steps += 1
                 if len(mine) < 3 and choose.random() < 0.6:
                     mark, size = next(marks), choose.randint(1, 3) * PAGE
                     with suppress(AlreadyMapped), lock:  # who is told of a move waits, and finds it in the table
@@ -257,7 +260,7 @@ class TestThreads:
             owning = [threads.submit(own, number) for number in range(4)]
             try:
                 for owner in owning:
-                    owner.result()
+                    owner.result(DEADLINE_SECONDS)
             finally:
                 done.set()
         for one in compacting:
