@@ -33,6 +33,7 @@ def test_free_pages_go_first(lender: Recalled) -> None:
         engine.add(Request(5, prefix=1, decode_left=1))
         steps(cache, engine, lambda: engine.finished)
         lender.capacity = 0
+        until(lambda: not cache._groups.asked_bytes)  # what is on its way would come after the recall
         recall = lender.recall(6 * PAGE)
         steps(cache, engine, lambda: recall.answers)
         assert (recall.remaining, len(engine.contents)) == (0, 5)
