@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fuzz.corpus import budget
 from tests.support.sizes import MIB
 
 from membroker.errors import InvalidRequest
@@ -49,6 +50,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, list[Strided]]:
     return Layout(BASE, page, blocks, draw(st.permutations(tensors))), tensors
 
 
+@budget(100)
 @given(layouts())
 def test_any_layout(found: tuple[Layout, list[Strided]]) -> None:
     """A block touches the group of each of its bytes, each page is in one group, and both tables agree."""
