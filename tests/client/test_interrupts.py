@@ -47,7 +47,7 @@ class TestUninterrupted:
             steps.append(3)
 
         with pytest.raises(KeyboardInterrupt):
-            uninterrupted(work)
+            uninterrupted(work, patience=DEADLINE_SECONDS)
         assert steps == [1, 2]
 
     def test_a_thread_that_ends_late_keeps_nothing_alive(self, monkeypatch: pytest.MonkeyPatch) -> None:

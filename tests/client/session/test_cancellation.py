@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import select
+import socket
+import struct
 import threading
 from functools import partial
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 from tests.client.session.taking import Begun, Pair, Taker, allocate
 from tests.client.session.test_calls_in_front import grant
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import Caller
 
 from membroker.cancellation import CancelScope
@@ -44,6 +46,7 @@ def test_a_call_that_begins_late(pair: Pair) -> None:
 def test_the_socket_has_no_room(pair: Pair) -> None:
     """The broker reads nothing for a moment: `cancel` returns at once all the same, and is heard later."""
     connection, broker = pair
+    connection._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(DEADLINE_SECONDS), 0))
     call = Begun(pair, scope=(scope := CancelScope()))
     stuffing = Caller(lambda: [connection.tell(releases([number])) for number in range(4000)])
     until(lambda: not select.select([], [connection._socket], [], 0)[1])

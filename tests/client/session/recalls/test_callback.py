@@ -99,8 +99,9 @@ class TestHeldUp:
         pool.close()
 
     def test_it_begins_when_a_running_callback_has_ended(
-        self, broker: PlayedBroker, client: Client, served: Model
+        self, broker: PlayedBroker, client: Client, served: Model, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(background, "STOPPING_SECONDS", DEADLINE_SECONDS)  # or it would begin after five seconds
         held = Held()
         answering(broker, served, held)
         recall(broker, 1)
