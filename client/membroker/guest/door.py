@@ -201,9 +201,9 @@ class Door:
     ) -> None:
         program, side = self._loop.create_task(self._connect()), None
         try:
+            if early:
+                heard()
             while not program.done():  # so much is read, to see whether the client goes away
-                if early:
-                    heard()
                 if len(early) >= _CHUNK:  # no more is read, so its end is not either
                     await asyncio.wait([program], timeout=CONNECT_SECONDS)
                     if not program.done() and _has_gone(writer):
@@ -216,7 +216,9 @@ class Door:
                     await asyncio.wait([read])
                 if not read.cancelled():
                     early += read.result()
-                    if not read.result() and not program.done():
+                    if read.result():
+                        heard()
+                    elif not program.done():
                         return
             back, forth = side = await program
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import select
 import socket
 import struct
@@ -10,7 +11,7 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
@@ -160,6 +161,30 @@ def test_clients_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatc
             with suppress(ConnectionResetError):
                 assert one.recv(1) == b""
         assert not select.select([asks, hears], [], [], 0.0)[0], "it was ended, and was not silent"
+
+
+def test_one_that_speaks_at_the_moment_at_which_the_program_is_reached_is_not_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fed = list[bytes]()
+    feed, reach = asyncio.StreamReader.feed_data, Door._reach
+
+    def note(reader: asyncio.StreamReader, data: bytes) -> None:
+        feed(reader, data)
+        fed.append(data)
+
+    async def until_then(one: Door) -> Any:
+        side = await reach(one)
+        while not fed:
+            await asyncio.sleep(0)
+        return side
+
+    monkeypatch.setattr(asyncio.StreamReader, "feed_data", note)
+    monkeypatch.setattr(Door, "_reach", until_then)
+    with opened() as bench, bench.connect() as client, bench.accept() as program:
+        client.sendall(b"GET")
+        assert program.recv(100) == b"GET"
+        assert not bench.door._silent
 
 
 @pytest.mark.parametrize("answer", [0, 1 << 16], ids=["silent", "reads nothing"])
