@@ -21,13 +21,18 @@ from membroker.cli.demo import processes as demo_processes
 
 pytestmark = pytest.mark.deep
 
-COMMAND = [sys.executable, "-m", "membroker.cli.main", "demo"]
 PATIENT_SECONDS = 100.0
 """What a burst may take here. The demo's own bound is a claim about a machine that has nothing else to do."""
 PATIENT = (
     f"from membroker.cli.demo import scenes; scenes.BURST_SECONDS = {PATIENT_SECONDS}; "
     "import sys; from membroker.cli.main import main; sys.exit(main(['demo']))"
 )
+
+STANDING = (
+    "import signal, sys; from membroker.cli.demo import scenes; from membroker.cli.main import main; "
+    "scenes.Stage.show_moment = lambda stage: signal.pause(); sys.exit(main(['demo']))"
+)
+"""It stays in its first scene until a signal comes."""
 
 
 @pytest.fixture
@@ -77,7 +82,11 @@ def test_it_proves_what_it_says() -> None:
 def test_a_signal_ends_it_in_order(place: Path, number: signal.Signals) -> None:
     """Ctrl-C, `timeout`, and a terminal that is closed. What is left behind is the fixture's to see."""
     with subprocess.Popen(
-        COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", STANDING],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
         assert any(line.startswith("Sharing:") for line in process.stdout)
         assert len(processes_of(place)) == 6, "itself, a daemon and its keeper, three workers"
