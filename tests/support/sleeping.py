@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from membroker.cli import main as cli
 from membroker.v1.resources_pb2 import LOCATION_DEVICE, LOCATION_HOST
-from tests.support.daemons import DEADLINE_SECONDS, Daemon
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 
 
 def command(daemon: Daemon, *arguments: str) -> subprocess.Popen[str]:
@@ -36,6 +36,19 @@ def refused(process: subprocess.Popen[str]) -> str:
     out, errors = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 1, out
     return errors
+
+
+def refused_with(text: str, daemon: Daemon, *arguments: str) -> str:
+    """Run the command until it fails with this text, and return what it says.
+
+    It says less if an answer took so long that there was no time for more questions.
+    """
+
+    def said() -> str:
+        found = refused(command(daemon, *arguments))
+        return found if text in found else ""
+
+    return until(said)
 
 
 def refused_at_once(daemon: Daemon, *arguments: str) -> str:

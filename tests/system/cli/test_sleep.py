@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.support.daemons import Daemon, until
-from tests.support.sleeping import command, done, refused
+from tests.support.sleeping import command, done, refused, refused_with
 from tests.support.workers import Worker, worker
 
 _ENGINE = """
@@ -67,11 +67,10 @@ def test_it_goes_on_over_a_restart_of_the_daemon(daemon: Daemon, engine: Worker)
 @pytest.mark.deep
 def test_what_it_says_of_a_model_that_cannot(daemon: Daemon, engine: Worker) -> None:
     """Busy, unknown, in two tenants, without a session, of a program that cannot sleep, and of one that is stopped."""
-    busy = refused(command(daemon, "sleep", "chat", "--timeout", "0.5"))
-    assert "red/chat is busy: its engine has requests" in busy
+    refused_with("red/chat is busy: its engine has requests", daemon, "sleep", "chat", "--timeout", "0.5")
     engine.do("state, detail = 'waking', 'waits for memory: a\\x1b[2Jb'")
-    late = refused(command(daemon, "wake", "chat", "--timeout", "0.5"))
-    assert "red/chat is not done after 0.5 s, and goes on: waking, 96.0 MiB released, waits for memory: a" in late
+    says = "red/chat is not done after 0.5 s, and goes on: waking, 96.0 MiB released, waits for memory: a"
+    late = refused_with(says, daemon, "wake", "chat", "--timeout", "0.5")
     assert "\x1b" not in late, "an engine's text cannot paint the terminal"
     assert "there is no model 'none' now" in refused(command(daemon, "sleep", "none"))
     with worker() as other:
@@ -79,9 +78,8 @@ def test_what_it_says_of_a_model_that_cannot(daemon: Daemon, engine: Worker) -> 
         assert "give blue/chat or red/chat" in refused(command(daemon, "sleep", "chat"))
         cannot = refused(command(daemon, "sleep", "blue/chat"))
         assert "blue/chat cannot sleep: this program has no engine that can sleep" in cannot
-    until(lambda: "blue/chat has no session" in refused(command(daemon, "sleep", "blue/chat", "--timeout", "0.1")))
+    refused_with("blue/chat has no session", daemon, "sleep", "blue/chat", "--timeout", "0.1")
     engine.send(signal.SIGSTOP)
     says = "does not answer: its membroker library is too old to sleep, or the process is stopped"
-    # It says less if the first question took so long that there was no time for more.
-    until(lambda: says in refused(command(daemon, "sleep", "red/chat", "--timeout", "2")))
+    refused_with(says, daemon, "sleep", "red/chat", "--timeout", "2")
     engine.send(signal.SIGCONT)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.daemons import running, until
-from tests.support.sleeping import books, command, done, refused
+from tests.support.sleeping import books, command, done, refused_with
 
 pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
 
@@ -59,6 +59,6 @@ def test_the_same_tokens_and_no_byte_in_between() -> None:
             assert books(daemon, "chat") == (0, WEIGHTS)
             engine.serves()
             engine.hears("hold", "begun\n")
-            assert "is busy" in refused(command(daemon, "sleep", "chat", "--timeout", "0.5"))
+            refused_with("is busy", daemon, "sleep", "chat", "--timeout", "0.5")
             engine.serves()
         until(lambda: not daemon.sessions() and daemon.books().lent_bytes == 0)
