@@ -115,8 +115,14 @@ def test_two_engines_trade_memory(daemon: Daemon, seed: int) -> None:
         for turn in range(3):
             for server, other in ((red, blue), (blue, red)):
                 before, server.peak = server.engine.finished, 0
-                for _ in range(4):
-                    server.add(Request(30, decode_left=200))
+                growth, server.engine.growth = server.engine.growth, 0.0
+                burst = [Request(30, decode_left=1 << 60) for _ in range(4)]
+                for request in burst:
+                    server.add(request)
+                until(lambda server=server: len(server.engine.running) == 4)
+                server.engine.growth = growth
+                for request in burst:
+                    request.decode_left = 200
                 until(lambda server=server, before=before: server.engine.finished == before + 4)
                 assert server.peak > 160 * MIB
                 until(lambda server=server: lent(server) == PAGE)
