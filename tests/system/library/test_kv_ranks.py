@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import hold_still, running, until
 from tests.support.sizes import MIB
-from tests.support.sleeping import Books, books, command, done, refused
+from tests.support.sleeping import Books, books, command, done, refused, refused_with
 from tests.support.toy_engine import Request, ToyEngine
 from tests.support.toy_serving import BLOCKS, an_engine, step, steps
 from tests.support.workers import PAGE, workers
@@ -293,7 +293,7 @@ def test_no_rank_computes_before_the_last_one_has_its_memory(slept: Slept, monke
         slept.request(7)
         until(lambda: slept.books()[0][1] == Books(WEIGHTS, 0))
         for daemon in slept.engine.daemons:
-            assert "waits for memory: " in refused(command(daemon, "wake", "m", "--timeout", "1.5"))
+            refused_with("waits for memory: ", daemon, "wake", "m", "--timeout", "1.5")
         for _ in range(100):
             step(slept.engine.cache, slept.engine.toy)
         assert not slept.engine.toy.finished
