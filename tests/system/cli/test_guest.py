@@ -277,7 +277,7 @@ def test_one_that_uses_more_sleeps_until_the_broker_lends_it(daemon: Daemon, one
         assert killed.process.wait(DEADLINE_SECONDS) == -signal.SIGTERM
         assert "the program is ended: it uses 10.0 MiB, and the broker lends it 2.0 MiB" in killed.said.read_text()
         until(lambda: "it sleeps, because it uses 10.0 MiB" in two.said.read_text())
-        assert two.declared() == 0
+        until(lambda: two.declared() == 0)
         assert one.end() == 7
         two.ready()
         until(lambda: two.declared() == SIZE)
