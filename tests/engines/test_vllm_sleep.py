@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import until
 from tests.support.engine_batches import Batch, story_of
-from tests.support.sleeping import Books, books, command, done, refused, refused_at_once
+from tests.support.sleeping import Books, books, command, done, refused_at_once, refused_with
 from tests.support.vllm_engine import ANSWER_SECONDS, Build, Engine, write_model
 
 import membroker
@@ -115,7 +115,7 @@ def test_an_engine_sleeps_and_wakes_with_the_same_tokens(
             with other.model("owner").allocate(config["capacity"] - weights // 2 // MIB * MIB):
                 engine.ask(*PROMPTS)
                 for daemon in daemons:
-                    assert "waits for memory: " in refused(command(daemon, "wake", "chat", "--timeout", "2"))
+                    refused_with("waits for memory: ", daemon, "wake", "chat", "--timeout", "2")
                 assert engine.is_busy
             story.compare(engine.answer(), "one")
 
