@@ -305,6 +305,7 @@ def test_it_ends_when_nothing_is_worth_keeping(keeper: Keeper) -> None:
 def test_it_stays_for_a_segment_and_for_a_daemon(keeper: Keeper) -> None:
     """A sealed segment outlives every worker and the daemon. A daemon without a segment is still connected."""
     with Client(keeper.path) as client:
+        assert client.contents() == {}, "it may look before it has accepted"
         keeper.look()
         with pytest.raises(subprocess.TimeoutExpired):
             keeper.process.wait(10 * LOOK_SECONDS)
