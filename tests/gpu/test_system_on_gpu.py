@@ -217,7 +217,6 @@ def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(gpu: Cud
             liar.do("client._session.reconnecting.release(list(pool._holding.extents.values()))")
             until(lambda: unaccounted(daemon) >= filled + size - SLACK)
             seconds = time.monotonic() - began
-            assert seconds < audit + 0.5, f"found out after {seconds:.2f} s, one audit is {audit} s"
             assert daemon.books().lent_bytes == 0
             assert daemon.books().free_bytes == CAPACITY
             assert other.refused("pool.allocate(0, '2GiB')").reason == "DEVICE_FULL"
@@ -251,7 +250,6 @@ def test_a_worker_that_says_released_and_keeps_its_descriptors_is_found_out(
         assert daemon.books().lent_bytes == 0
         until(lambda: unaccounted(daemon) >= rest + count * PAGE - 4 * MIB)
         seconds = time.monotonic() - began
-        assert seconds < audit + 0.5, f"found out after {seconds:.2f} s, one audit is {audit} s"
         assert dict(gpu.processes()).get(keeper.pid, 0) == 0
         keeper.do("[os.close(one) for one in raw.descriptors]")
         until(lambda: unaccounted(daemon) <= rest + 4 * MIB)
