@@ -133,10 +133,14 @@ class Keeper:
         self._directory = _take_directory(os.path.dirname(path), wait=stay)
         with suppress(FileNotFoundError):
             os.unlink(path)  # left by a dead keeper: a living one would hold the directory's lock
+        new = os.path.join(os.path.dirname(path), ".new")
+        with suppress(FileNotFoundError):
+            os.unlink(new)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         os.umask(0o177)
-        self._listener.bind(path)
+        self._listener.bind(new)
         self._listener.listen()
+        os.rename(new, path)  # a process that has waited for the socket can connect to it
         self._identity = _identity(path)
         self._daemon: socket.socket | None = None
         self._newcomer: socket.socket | None = None

@@ -7,6 +7,7 @@ import os
 import re
 import select
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,26 @@ def client(keeper: Keeper) -> Iterator[Client]:
     with Client(keeper.path) as one:
         assert one.contents() == {}
         yield one
+
+
+def test_who_sees_the_socket_can_connect(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An init container waits until the socket is there. A killed keeper has left its own, and the next one's name."""
+    path, listen, there = directory / "keeper.sock", socket.socket.listen, list[bool]()
+    monkeypatch.setattr(socket.socket, "listen", lambda one: [there.append(path.exists()), listen(one)])
+    for left in (path, directory / ".new"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+            dead.bind(str(left))
+    mask = os.umask(0o077)
+    try:
+        one = fdstore.Keeper(str(path))
+    finally:
+        os.umask(mask)
+    with Client(path):
+        assert there == [False]
+        assert list(directory.iterdir()) == [path]
+    one.leave()
+    one._listener.close()
+    os.close(one._directory)
 
 
 # --- what is kept ---
