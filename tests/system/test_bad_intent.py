@@ -11,9 +11,10 @@ from contextlib import ExitStack, suppress
 from tests.support import raw
 from tests.support.daemons import DEADLINE_SECONDS, running, until
 from tests.support.raw import Connection, Session, reason
-from tests.support.scene import PAGE, Scene
+from tests.support.scene import CONFIG, PAGE, TAKES_DESCRIPTORS, Scene
 from tests.support.workers import workers
 
+import membroker
 from membrokerd.edge.rpc.proxy import CONNECTIONS_BESIDE
 
 
@@ -49,15 +50,17 @@ def test_a_dead_process_takes_no_others_watch_with_it() -> None:
         assert daemon.books().lent_bytes == 0
 
 
-def test_many_that_say_nothing_make_room(scene: Scene) -> None:
+def test_many_that_say_nothing_make_room() -> None:
     """Silent connections are bounded: the oldest is closed, and a client that says Hello gets in."""
-    with ExitStack() as stack:
-        silent = [stack.enter_context(Connection(scene.daemon.endpoint("blue"))) for _ in range(200)]
+    with running(CONFIG, module=f"{TAKES_DESCRIPTORS},wait_for_hellos") as daemon, ExitStack() as stack:
+        worker = stack.enter_context(membroker.connect(daemon.endpoint("blue")))
+        scene = Scene(daemon, worker, worker.model("honest"))
+        silent = [stack.enter_context(Connection(daemon.endpoint("blue"))) for _ in range(200)]
         assert silent[0].last_words() is None
         assert not raw.is_readable(silent[-1].sock)
-        with Session(scene.daemon.endpoint("blue")) as session:
+        with Session(daemon.endpoint("blue")) as session:
             assert session.token
-    scene.unharmed()
+        scene.unharmed()
 
 
 def test_idle_grpc_connections_of_one_tenant_leave_the_others_room() -> None:
