@@ -69,17 +69,16 @@ def test_one_port_serves_the_metrics_and_the_status_pages_of_all(place: Path) ->
             assert {sample.labels["gpu_uuid"] for sample in family.samples} <= set(UUIDS), family.name
         served = set(re.findall(r"^# TYPE (membroker_\w+)", text, re.MULTILINE))
         assert {spec.name for spec in catalog.PARENT} <= served <= set(catalog.ALL), "docs/metrics.md has them all"
-        assert [parent.figure("membroker_daemon_up", uuid) for uuid in UUIDS] == [1, 1]
+        until(lambda: [parent.figure("membroker_daemon_up", uuid) for uuid in UUIDS] == [1, 1])
         assert parent.get("/healthz")[0] == 200
-        assert parent.get("/")[1].count("Device memory") == 2
+        until(lambda: parent.get("/")[1].count("Device memory") == 2)
         stopped = parent.pids()[1]
         os.kill(stopped, signal.SIGSTOP)
         try:
             until(lambda: parent.figure("membroker_daemon_up", "host-1") == 0)
-            assert parent.figure("membroker_build_info", "host") == 1
+            until(lambda: parent.figure("membroker_build_info", "host") == 1)
             assert parent.figure("membroker_build_info", "host-1") is None
-            page = parent.get("/")[1]
-            assert page.count("Device memory") == 1
+            page = until(lambda: got if (got := parent.get("/")[1]).count("Device memory") == 1 else "")
             assert '<a href="#host-1">host-1</a></td><td>does not answer</td>' in page
         finally:
             os.kill(stopped, signal.SIGCONT)
@@ -170,5 +169,5 @@ def test_a_broker_that_found_no_gpu_says_so(place: Path) -> None:
     """`driver = "auto"`, and the host's NVIDIA driver is not loaded. MembrokerDriverFallback must fire."""
     with running_all(place, count=(), driver="auto") as parent:
         parent.wait_until_ready()
-        assert parent.figure("membroker_driver_fallback", "host") == 1
+        until(lambda: parent.figure("membroker_driver_fallback", "host") == 1)
         until(lambda: parent.log().count("no GPU is usable, so the host driver lends ordinary memory") == 1)
