@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.support import raw
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
 from tests.support.raw import Session
 from tests.support.sizes import MIB
 from tests.support.template import run as run_python
@@ -93,7 +93,8 @@ def test_what_is_removed_of_the_state_is_written_again(daemon: Daemon) -> None:
     """A cleaner comes by night. No second daemon starts, and the next one has the books."""
     with worker() as one:
         one.connect(daemon).do("buffer = client.model('m').allocate('16MiB')")
-        shutil.rmtree(state(daemon))
+        with hold_still(daemon):  # it would write into what is half removed
+            shutil.rmtree(state(daemon))
         assert "a membrokerd already owns this device" in refused(daemon)
         until(lambda: "have been rewritten" in daemon.log())
         assert all((state(daemon) / name).exists() for name in ("lock", "epoch", "journal"))
@@ -111,7 +112,8 @@ def test_what_cannot_be_written_again_is_told(daemon: Daemon) -> None:
         model = session.register("m")
         (daemon.endpoint("blue") / "handoff.sock").unlink()
         until(lambda: "a socket was removed or replaced" in daemon.log())
-        shutil.rmtree(daemon.root)
+        with hold_still(daemon):  # it would tell of the sockets first
+            shutil.rmtree(daemon.root)
         until(lambda: "the daemon's directory was removed or replaced" in daemon.log())
         session.borrow(model, PAGE)
     until(lambda: daemon.log().count("removed or replaced") == 2)
