@@ -22,7 +22,6 @@ from tests.support.workers import (
     ANCHOR_BYTES,
     PAGE,
     Worker,
-    descriptors_at_rest,
     descriptors_at_start,
     proc_of,
     until_clean,
@@ -45,7 +44,7 @@ def test_an_honest_worker_while_the_broker_has_no_descriptor_left(daemon: Daemon
     """It is told why, keeps its connection and what it has, gives that back, and is lent more when there is room."""
     at_start = descriptors_at_start(daemon)
     with honest(daemon, transport) as one:
-        held = min(daemon.descriptors() for _ in range(20))  # without those of the moment, as of an accept
+        held = at_start + OF_A_SESSION + 3 * (transport == "grpc")  # the keeper has its copies
         one.do("buffer = model.allocate(PAGE)")
         until(lambda: daemon.descriptors() <= held)  # it closes the extent's own after the worker has it
         spare_descriptors(daemon.process.pid, 0)
@@ -104,7 +103,8 @@ def test_a_grpc_connection_for_which_there_is_no_descriptor(daemon: Daemon) -> N
 
         standing, new = ask(1), ask(2)
         assert standing().result(DEADLINE_SECONDS).locations
-        before = descriptors_at_rest(daemon)  # copies of the new session's pidfd are with the keeper by then
+        before = at_start + OF_A_SESSION + 3
+        until(lambda: daemon.descriptors() == before)  # copies of the new session's pidfd are with the keeper by then
         spare_descriptors(daemon.process.pid, 0)
         call = new()
         assert standing().result(DEADLINE_SECONDS).locations
