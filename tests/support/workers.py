@@ -28,6 +28,10 @@ ROOT = Path(__file__).parents[2]
 MAIN = ("-m", "tests.support.workers")
 ANCHOR_BYTES = 2 * MIB
 """What the device of a daemon shows in use when nothing is lent."""
+OF_A_SESSION = 4
+"""Descriptors that a session costs the broker: its connection, its process, its notices."""
+OF_A_CHANNEL = 3
+"""Descriptors that the gRPC channel of a session costs it besides."""
 
 
 class Refused(Exception):

@@ -20,6 +20,8 @@ from tests.support.honest_worker import State, honest, other_user, spare_descrip
 from tests.support.raw import Connection, Session, hello, reason
 from tests.support.workers import (
     ANCHOR_BYTES,
+    OF_A_CHANNEL,
+    OF_A_SESSION,
     PAGE,
     Worker,
     descriptors_at_start,
@@ -36,15 +38,12 @@ from membroker.wire.sessions import descriptors_for
 
 # --- The broker's side ---
 
-OF_A_SESSION = 4
-"""Descriptors that a session costs the broker: its connection, its process, its notices."""
-
 
 def test_an_honest_worker_while_the_broker_has_no_descriptor_left(daemon: Daemon, transport: str) -> None:
     """It is told why, keeps its connection and what it has, gives that back, and is lent more when there is room."""
     at_start = descriptors_at_start(daemon)
     with honest(daemon, transport) as one:
-        held = at_start + OF_A_SESSION + 3 * (transport == "grpc")  # the keeper has its copies
+        held = at_start + OF_A_SESSION + OF_A_CHANNEL * (transport == "grpc")  # the keeper has its copies
         one.do("buffer = model.allocate(PAGE)")
         until(lambda: daemon.descriptors() <= held)  # it closes the extent's own after the worker has it
         spare_descriptors(daemon.process.pid, 0)
@@ -103,7 +102,7 @@ def test_a_grpc_connection_for_which_there_is_no_descriptor(daemon: Daemon) -> N
 
         standing, new = ask(1), ask(2)
         assert standing().result(DEADLINE_SECONDS).locations
-        before = at_start + OF_A_SESSION + 3
+        before = at_start + OF_A_SESSION + OF_A_CHANNEL
         until(lambda: daemon.descriptors() == before)  # copies of the new session's pidfd are with the keeper by then
         spare_descriptors(daemon.process.pid, 0)
         call = new()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
@@ -19,9 +20,10 @@ from tests.support.raw import Connection, hello, reason
 from tests.support.sizes import MIB
 from tests.support.workers import (
     ANCHOR_BYTES,
+    OF_A_CHANNEL,
+    OF_A_SESSION,
     PAGE,
     Worker,
-    descriptors_at_rest,
     descriptors_at_start,
     device_used,
     until_clean,
@@ -61,8 +63,10 @@ class Scene(NamedTuple):
 def scene(state: State) -> Iterator[Scene]:
     """Afterwards only the honest workers are there, nothing of the flood is left, and no turn was too long."""
     config = {"capacity": "40GiB", "settle_seconds": 1.0, "max_sessions": 64, "log": {"level": "info"}}
-    with running(config, module=COUNTED) as daemon, honest(daemon) as one, honest(daemon, "grpc") as other:
-        scene = Scene(daemon, {"handoff": one, "grpc": other}, descriptors_at_rest(daemon))
+    with running(config, module=COUNTED) as daemon, ExitStack() as stack:
+        at_start = descriptors_at_start(daemon)
+        beside = {transport: stack.enter_context(honest(daemon, transport)) for transport in ("handoff", "grpc")}
+        scene = Scene(daemon, beside, at_start + 2 * OF_A_SESSION + OF_A_CHANNEL)
         yield scene
         check_turns(daemon, state, "a flood")
         until(lambda: len(daemon.sessions()) == len(scene.honest))
