@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fuzz.corpus import budget
 from tests.simulation.shares import fill as fill_by_definition
 from tests.support.calls import calls_of
 from tests.support.seeds import chosen_seed
@@ -29,6 +30,7 @@ ITEMS = st.builds(
 )
 
 
+@budget(100)
 @given(st.integers(-100, 5_000), st.lists(ITEMS, max_size=12))
 def test_a_division_is_the_defined_one(room: int, items: list[Item]) -> None:
     """Nothing is given twice, nothing wanted is left over, and each part is the defined one to a granule or two."""
