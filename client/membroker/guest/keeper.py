@@ -218,7 +218,7 @@ class Guest:
 
     @property
     def _state(self) -> str:
-        # Who is told that it sleeps can borrow its memory: so that is not declared any more.
+        # An operator who is told that it sleeps can lend its memory to others: none of it is declared any more.
         if self._is_falling or (self._phase == "asleep" and self._declared > self._beside):
             return "falling_asleep"
         return "waking" if self._phase in ("asks", "lent") else self._phase

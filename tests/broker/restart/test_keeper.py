@@ -58,7 +58,7 @@ def client(keeper: Keeper) -> Iterator[Client]:
 
 
 def test_who_sees_the_socket_can_connect(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An init container waits until the socket is there. A killed keeper has left its own, and the next one's name."""
+    """An init container waits until the socket is there. Killed keepers have left one under either name."""
     path, listen, there = directory / "keeper.sock", socket.socket.listen, list[bool]()
     monkeypatch.setattr(socket.socket, "listen", lambda one: [there.append(path.exists()), listen(one)])
     for left in (path, directory / ".new"):
